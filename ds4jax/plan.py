@@ -298,7 +298,7 @@ class Executor(Protocol):
         ...
 
     def suspend(self, lane: LaneRef) -> None:
-        """The lane gets no rows until `resume`; its pages stay and its headroom is not topped up."""
+        """No rows for the lane until `resume`; its pages stay, its headroom is not topped up."""
         ...
 
     def resume(self, lane: LaneRef) -> None:
@@ -333,7 +333,7 @@ class Executor(Protocol):
         ...
 
     def counters(self) -> Mapping[str, float]:
-        """Monotonic counts: at least compiles, compile_seconds, compiles_after_ready, host_syncs."""
+        """Monotonic: at least compiles, compile_seconds, compiles_after_ready, host_syncs."""
         ...
 
     def memory_plan(self) -> Mapping[str, int]:
