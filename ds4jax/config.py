@@ -1,9 +1,9 @@
 """Configuration: what the file says of the model, and what the user asks of the run.
 
-Plain frozen dataclasses, hashable, validated on construction, free of JAX. `ModelConfig` describes a
-DeepSeek-V4 model whatever file it came from; `RuntimeConfig` holds the choices of one run;
-`SamplingParams` and `StoppingCriteria` belong to one request. Reading these from files is the work of
-`ds4jax.tensors` (GGUF metadata and `config.json`), not of this module.
+Plain frozen dataclasses, hashable, validated on construction, free of JAX. `ModelConfig` describes
+a DeepSeek-V4 model whatever file it came from, `DraftConfig` its drafter; `RuntimeConfig` holds the
+choices of one run; `SamplingParams` and `StoppingCriteria` belong to one request. Reading models'
+configurations from files is the work of `ds4jax.hparams`, not of this module.
 """
 
 from __future__ import annotations
@@ -158,10 +158,13 @@ def _model_problems(cfg: ModelConfig) -> list[str]:
             f" {cfg.head_dim} and index_head_dim = {cfg.index_head_dim}"
         )
     if cfg.num_heads % cfg.o_groups:
-        problems.append(f"num_heads = {cfg.num_heads} is not a multiple of o_groups = {cfg.o_groups}")
+        problems.append(
+            f"num_heads = {cfg.num_heads} is not a multiple of o_groups = {cfg.o_groups}"
+        )
     if cfg.num_experts_per_tok > cfg.num_experts:
         problems.append(
-            f"num_experts_per_tok = {cfg.num_experts_per_tok} exceeds num_experts = {cfg.num_experts}"
+            f"num_experts_per_tok = {cfg.num_experts_per_tok} exceeds"
+            f" num_experts = {cfg.num_experts}"
         )
     if cfg.num_hash_layers > cfg.num_layers:
         problems.append(
@@ -170,6 +173,39 @@ def _model_problems(cfg: ModelConfig) -> list[str]:
     if not all(math.isfinite(x) and x > 0 for x in cfg.swiglu_limits + cfg.shared_swiglu_limits):
         problems.append("swiglu_limits must be finite and above 0")
     return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Sizes of a DSpark drafter; everything else equals the target's [HF key in brackets].
+
+    Raises:
+        ConfigError: listing every value out of range.
+    """
+
+    num_stages: int  # counted from the tensors
+    block_size: int  # rows drafted in one pass [dspark_block_size]
+    markov_rank: int  # [dspark_markov_rank]
+    noise_token_id: int  # [dspark_noise_token_id]
+    target_layer_ids: tuple[int, ...]  # captured layers, 0-based [dspark_target_layer_ids]
+    num_experts: int | None = None  # None: as many as the target
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, low, high in (
+            ("num_stages", 1, 16),
+            ("block_size", 2, 16),
+            ("markov_rank", 1, 1 << 16),
+            ("noise_token_id", 0, 1 << 20),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                problems.append(f"{name} is {value!r}, must be an integer in {low}..{high}")
+        ids = self.target_layer_ids
+        if not ids or len(ids) > 16 or any(i < 0 for i in ids) or len(set(ids)) != len(ids):
+            problems.append(f"target_layer_ids is {ids}, must be 1 to 16 different layers")
+        if problems:
+            raise ConfigError("draft config", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +329,7 @@ def sampling_problems(p: SamplingParams) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingCriteria:
-    """When one request ends. Stop strings match in content only (never in reasoning or tool markup)."""
+    """When one request ends. Stop strings match in content, not in reasoning or tool markup."""
 
     max_output_tokens: int | None = None  # None: what fits; 0: prefill only
     min_output_tokens: int = 0

@@ -25,7 +25,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from ds4jax import quant
+from ds4jax import formats
 from ds4jax.errors import MAX_KEPT, ModelFileError, Problem, printable
 
 MAGIC = b"GGUF"
@@ -72,10 +72,10 @@ def _other(name: str, block: int, nbytes: int) -> TypeInfo:
 TYPES: dict[int, TypeInfo] = {
     **{
         f.type_id: TypeInfo(f.ggml_name, f.name, f.block, f.block_bytes)
-        for f in quant.FORMATS.values()
+        for f in formats.FORMATS.values()
         if f.type_id is not None
     },
-    quant.ROCMFP2_TYPE_ID: TypeInfo("Q2_0_ROCMFP2", "rocmfp2", 32, 10),
+    formats.ROCMFP2_TYPE_ID: TypeInfo("Q2_0_ROCMFP2", "rocmfp2", 32, 10),
     2: _other("Q4_0", 32, 18),
     3: _other("Q4_1", 32, 20),
     6: _other("Q5_0", 32, 22),
