@@ -1,0 +1,835 @@
+"""Quantised matrices on the device: the array container, packing from file bytes, unpacking.
+
+`QuantArray` holds one matrix, or a stack of matrices of one type, as a few integer arrays in the
+word layout of `formats`. `pack` makes it from the bytes of a file (with NumPy on the host or with
+JAX on the device: same code), `unpack` gives the weights back in plain JAX and defines what every
+kernel multiplies by. This module does not read files and knows no tensor names.
+
+The layout is private to this package: nothing outside may depend on the order of bits in `codes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from pallas_kernels import formats
+from pallas_kernels.formats import GROUP_WORDS, SUB, Format
+
+Array: TypeAlias = Any
+"""A NumPy or JAX array (packing accepts both and answers in kind)."""
+
+_FIELDS = ("codes", "scales", "mins", "supers", "books", "factor")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class QuantArray:
+    """Matrices [..., N, K] of one quantised format. Leading axes are free (layer, expert, ...).
+
+    Attributes:
+      codes: int32 [..., N, W]; the code words of a row, blocks in ascending K.
+      scales: per row and group, groups first: int32 [..., G, N] (four one-byte scales a word),
+        float16 [..., G, N], or float32 [..., K/128, N/128] for tile scales.
+      mins: int32 [..., G, N]; minima of q4_k, None elsewhere.
+      supers: float16 [..., 2 * K/256, N]; for each super-block of a K format `d`, then `dmin`.
+      books: bfloat16 [..., 2, levels]; code books of the mix formats.
+      factor: float32 [...]; a factor of the whole matrix (nvfp4 only), 1 if the file has none.
+      format: name of the format.
+      rows: N.
+      cols: K, without padding.
+    """
+
+    codes: Array
+    scales: Array
+    mins: Array | None = None
+    supers: Array | None = None
+    books: Array | None = None
+    factor: Array | None = None
+    format: str = dataclasses.field(metadata={"static": True})
+    rows: int = dataclasses.field(metadata={"static": True})
+    cols: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Leading axes."""
+        return tuple(self.codes.shape[:-2])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape [..., N, K]."""
+        return (*self.lead, self.rows, self.cols)
+
+    @property
+    def ndim(self) -> int:
+        """Number of logical axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in self.arrays())
+
+    def arrays(self) -> list[Array]:
+        """The arrays present, in a fixed order."""
+        return [a for a in (getattr(self, f) for f in _FIELDS) if a is not None]
+
+    def map(self, fn: Callable[[Array], Array]) -> QuantArray:
+        """The same container with `fn` applied to each array (shape of N and K unchanged)."""
+        new: dict[str, Any] = {
+            f: None if getattr(self, f) is None else fn(getattr(self, f)) for f in _FIELDS
+        }
+        return dataclasses.replace(self, **new)
+
+
+def index(q: QuantArray, i: Any) -> QuantArray:
+    """`q` at position `i` (an int or an int32 scalar) of its first leading axis.
+
+    Raises: ValueError if `q` has no leading axis.
+    """
+    if not q.lead:
+        raise ValueError(f"index: {q.format} matrix of shape {q.shape} has no leading axis")
+    return q.map(lambda a: a[i])
+
+
+def stack(parts: Sequence[QuantArray]) -> QuantArray:
+    """A new first axis over matrices of one format and shape.
+
+    Raises: ValueError if there are none, or if formats or shapes differ.
+    """
+    return _join(parts, lambda arrays: _namespace(arrays[0]).stack(arrays), "stack")
+
+
+def concat(parts: Sequence[QuantArray]) -> QuantArray:
+    """Parts of a stack joined along the first leading axis.
+
+    Raises: ValueError if there are none, or if formats or shapes (but for that axis) differ.
+    """
+    return _join(parts, lambda arrays: _namespace(arrays[0]).concatenate(arrays), "concat")
+
+
+def _join(parts: Sequence[QuantArray], fn: Callable[[list[Array]], Array], what: str) -> QuantArray:
+    if not parts:
+        raise ValueError(f"{what}: no matrices given")
+    kinds = {(q.format, q.rows, q.cols) for q in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"{what}: matrices differ in (format, N, K): {sorted(kinds)}")
+    new: dict[str, Any] = {}
+    for f in _FIELDS:
+        arrays = [getattr(q, f) for q in parts]
+        new[f] = None if arrays[0] is None else fn(arrays)
+    return dataclasses.replace(parts[0], **new)
+
+
+def abstract(format: str, lead: Sequence[int], rows: int, cols: int) -> QuantArray:
+    """Shapes and dtypes of a packed matrix, as `jax.ShapeDtypeStruct` leaves.
+
+    Args: format: name; lead: leading axes; rows: N; cols: K in weights.
+    Raises: ValueError if K is no whole number of file blocks.
+    """
+    fmt = formats.get(format)
+    _check_cols(fmt, cols)
+    lead = tuple(lead)
+    padded = fmt.padded(cols)
+
+    def of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, *shape), dtype)  # type: ignore[no-untyped-call]
+
+    extra: dict[str, Any] = {}
+    groups = padded // fmt.group
+    if fmt.scale == "f16":
+        scales = of((groups, rows), jnp.float16)
+    elif fmt.scale == "tile":
+        scales = of((padded // 128, -(-rows // 128)), jnp.float32)
+    else:
+        scales = of((-(-groups // 4), rows), jnp.int32)
+    if fmt.scale == "k":
+        extra["supers"] = of((2 * (-(-padded // 256)), rows), jnp.float16)
+        if fmt.name == "q4_k":
+            extra["mins"] = scales
+    if fmt.books:
+        extra["books"] = of((2, fmt.books), jnp.bfloat16)
+    if fmt.name == "nvfp4":
+        extra["factor"] = of((), jnp.float32)
+    return QuantArray(
+        codes=of((rows, padded * fmt.bits // 32), jnp.int32),
+        scales=scales,
+        format=format,
+        rows=rows,
+        cols=cols,
+        **extra,
+    )
+
+
+def nbytes(format: str, lead: Sequence[int], rows: int, cols: int) -> int:
+    """Bytes on the device of matrices [*lead, rows, cols] in `format`."""
+    return abstract(format, lead, rows, cols).nbytes
+
+
+def row_bytes(format: str, cols: int) -> int:
+    """Bytes of one row of `cols` weights in the file.
+
+    Raises: ValueError if K is no whole number of file blocks.
+    """
+    fmt = formats.get(format)
+    _check_cols(fmt, cols)
+    return cols // fmt.source_block * fmt.source_bytes
+
+
+def _check_cols(fmt: Format, cols: int) -> None:
+    if cols <= 0 or cols % fmt.source_block:
+        raise ValueError(
+            f"{fmt.name}: rows of {cols} weights; need a positive multiple of {fmt.source_block}"
+        )
+
+
+def pack(
+    format: str,
+    packed: Array,
+    *,
+    scale_e8m0: Array | None = None,
+    scale_f32: Array | None = None,
+    codebooks_bf16: Array | None = None,
+    modes: Array | None = None,
+    factor: Array | None = None,
+) -> QuantArray:
+    """The device form of matrices given as the bytes of a file.
+
+    Args:
+      format: name of the format.
+      packed: uint8 [..., N, row bytes]; NumPy (host) or JAX (device, also under jit).
+      scale_e8m0: uint8 scales of the checkpoint formats: [..., N, K/32] (hf_fp4_e2m1) or
+        [..., ceil(N/128), ceil(K/128)] (hf_fp8_e4m3_block128).
+      scale_f32: float32 tile scales of hf_fp8_e4m3_block128, instead of `scale_e8m0`.
+      codebooks_bf16: uint16 bits [..., 2, levels] of the mix formats.
+      modes: uint8 [...] of the mix formats (0 fixed levels, 1 the code books).
+      factor: float32 [...] (nvfp4: the factor of the whole matrix, if the file has one).
+    Returns: QuantArray of the same kind of arrays; invalid scale bytes are kept as scale 0.
+    Raises: ValueError on an unknown format, a row length that does not fit, or side arrays that are
+      missing, surplus or of the wrong shape.
+    """
+    fmt = formats.get(format)
+    xp = _namespace(packed)
+    rows, cols = _check_packed(fmt, packed)
+    side = {
+        "scale_e8m0": scale_e8m0,
+        "scale_f32": scale_f32,
+        "codebooks_bf16": codebooks_bf16,
+        "modes": modes,
+        "factor": factor,
+    }
+    side = {k: v for k, v in side.items() if v is not None}
+    _check_side(fmt, side, packed.shape[:-2], rows, cols)
+    parts = _SPLIT[format](xp, fmt, packed, side)
+    pad = fmt.padded(cols) - cols
+    if fmt.planes:
+        codes = _words(xp, fmt, _pad_last(xp, parts.pop("codes"), pad))
+    else:
+        codes = _iq2_words(xp, parts.pop("codes"), pad // SUB)
+    return QuantArray(
+        codes=codes,
+        **{k: _finish(xp, fmt, k, v, cols) for k, v in parts.items()},
+        format=format,
+        rows=rows,
+        cols=cols,
+    )
+
+
+def _check_packed(fmt: Format, packed: Array) -> tuple[int, int]:
+    if packed.dtype != np.uint8 or packed.ndim < 2:
+        raise ValueError(
+            f"{fmt.name}: packed must be uint8 [..., N, bytes], not {packed.dtype} {packed.shape}"
+        )
+    blocks, rest = divmod(packed.shape[-1], fmt.source_bytes)
+    if rest or not blocks:
+        raise ValueError(
+            f"{fmt.name}: rows of {packed.shape[-1]} bytes; blocks have {fmt.source_bytes} bytes"
+        )
+    return packed.shape[-2], blocks * fmt.source_block
+
+
+def _check_side(
+    fmt: Format, side: dict[str, Array], lead: tuple[int, ...], rows: int, cols: int
+) -> None:
+    tiles = (*lead, -(-rows // 128), -(-cols // 128))
+    need: dict[str, tuple[int, ...]] = {}
+    optional: dict[str, tuple[int, ...]] = {}
+    if fmt.name == "hf_fp4_e2m1":
+        need = {"scale_e8m0": (*lead, rows, cols // 32)}
+    elif fmt.scale == "tile":
+        name = "scale_f32" if "scale_f32" in side else "scale_e8m0"
+        need = {name: tiles}
+    elif fmt.books:
+        need = {"codebooks_bf16": (*lead, 2, fmt.books), "modes": lead}
+    elif fmt.name == "nvfp4":
+        optional = {"factor": lead}
+    for name, shape in need.items():
+        if name not in side:
+            raise ValueError(f"{fmt.name}: side array {name} {list(shape)} is missing")
+    for name, value in side.items():
+        expected = (need | optional).get(name)
+        if expected is None:
+            raise ValueError(f"{fmt.name}: takes no side array {name}")
+        if tuple(value.shape) != expected:
+            raise ValueError(
+                f"{fmt.name}: side array {name} has shape {list(value.shape)}, needs "
+                f"{list(expected)}"
+            )
+
+
+def _namespace(a: Array) -> Any:
+    return np if isinstance(a, np.ndarray) else jnp
+
+
+def _pad_last(xp: Any, a: Array, n: int) -> Array:
+    return xp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, n)]) if n else a
+
+
+def _u32(xp: Any, a: Array) -> Array:
+    return a.astype(xp.uint32)
+
+
+def _as_int32(a: Array) -> Array:
+    if isinstance(a, np.ndarray):
+        return np.ascontiguousarray(a).view(np.int32)
+    return jax.lax.bitcast_convert_type(a, jnp.int32)
+
+
+def _as_f16(xp: Any, a: Array) -> Array:
+    """uint8 [..., 2] -> float16 [...]."""
+    bits = a[..., 0].astype(xp.uint16) | (a[..., 1].astype(xp.uint16) << xp.uint16(8))
+    if xp is np:
+        return bits.view(np.float16)
+    return jax.lax.bitcast_convert_type(bits, jnp.float16)
+
+
+def _words(xp: Any, fmt: Format, codes: Array) -> Array:
+    """uint8 codes [..., N, K] (K whole blocks) -> int32 [..., N, W] in the layout of `formats`."""
+    lead = codes.shape[:-1]
+    planes = []
+    for plane in fmt.planes:
+        c = codes.reshape(*lead, -1, fmt.block // (SUB * plane.per_half), plane.per_half, 16, 2)
+        word: Array = None
+        for f, runs in enumerate(plane.fields):
+            for half in (0, 1):
+                code = _u32(xp, c[..., f, :, half])
+                for low, n, pos in runs:
+                    bits = (code >> xp.uint32(plane.first_bit + low)) & xp.uint32((1 << n) - 1)
+                    term = bits << xp.uint32(pos + 16 * half)
+                    word = term if word is None else word | term
+        planes.append(word.reshape(*word.shape[:-2], -1))
+    return _as_int32(xp.concatenate(planes, -1).reshape(*lead, -1))
+
+
+def _iq2_words(xp: Any, pairs: Array, pad: int) -> Array:
+    """uint32 [..., N, 2, K/32] (table rows, signs) -> int32 [..., N, W]."""
+    pairs = _pad_last(xp, pairs, pad)
+    pairs = pairs.reshape(*pairs.shape[:-1], -1, GROUP_WORDS)
+    pairs = xp.swapaxes(pairs, -3, -2)
+    return _as_int32(pairs.reshape(*pairs.shape[:-3], -1))
+
+
+def _finish(xp: Any, fmt: Format, name: str, a: Array, cols: int) -> Array:
+    """Scales as [..., N, groups] -> the stored form: padded, groups first, bytes in words."""
+    if name in ("books", "factor") or fmt.scale == "tile":
+        return a
+    padded = fmt.padded(cols)
+    groups = 2 * -(-padded // 256) if name == "supers" else padded // fmt.group
+    if a.dtype == np.uint8:
+        a = _pad_last(xp, a, -(-groups // 4) * 4 - a.shape[-1])
+        a = _u32(xp, a.reshape(*a.shape[:-1], -1, 4))
+        a = _as_int32(
+            a[..., 0]
+            | a[..., 1] << xp.uint32(8)
+            | a[..., 2] << xp.uint32(16)
+            | a[..., 3] << xp.uint32(24)
+        )
+    else:
+        a = _pad_last(xp, a, groups - a.shape[-1])
+    a = xp.swapaxes(a, -1, -2)
+    return np.ascontiguousarray(a) if xp is np else a
+
+
+# --- From file blocks to codes [..., N, K] and scales [..., N, groups] ---
+
+
+def _blocks(fmt: Format, packed: Array) -> Array:
+    return packed.reshape(*packed.shape[:-1], -1, fmt.source_bytes)
+
+
+def _flat(a: Any, axes: int) -> Any:
+    return a.reshape(*a.shape[:-axes], -1)
+
+
+def _split_halves(xp: Any, q: Array) -> Array:
+    """Bytes [..., n] with weights j and j + n in one byte -> codes [..., 2n]."""
+    return xp.concatenate([q & xp.uint8(15), q >> xp.uint8(4)], -1)
+
+
+def _no_negative_zero(xp: Any, codes: Array) -> Array:
+    """Code 8 of FP4 (minus zero) means +0."""
+    return xp.where(codes == 8, xp.uint8(0), codes)
+
+
+def _valid_ue4m3(xp: Any, b: Array) -> Array:
+    """Invalid scale bytes (above 0x7e) count as 0."""
+    return xp.where(b > 0x7E, xp.uint8(0), b)
+
+
+def _split_mxfp4(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    codes = _no_negative_zero(xp, _split_halves(xp, b[..., 1:]))
+    return {"codes": _flat(codes, 2), "scales": b[..., 0]}
+
+
+def _split_hf_fp4(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    codes = xp.stack([packed & xp.uint8(15), packed >> xp.uint8(4)], -1)
+    scales = xp.asarray(side["scale_e8m0"]).astype(xp.uint8)
+    return {"codes": _flat(_no_negative_zero(xp, codes), 2), "scales": scales}
+
+
+def _split_nvfp4(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    q = b[..., 4:].reshape(*b.shape[:-1], 4, 8)
+    scales = b[..., :4]
+    # The sign bit is ignored; 0x7f itself counts as 0, 0xff does not.
+    scales = xp.where(scales == 0x7F, xp.uint8(0), scales & xp.uint8(0x7F))
+    factor = side.get("factor")
+    if factor is None:
+        factor = np.ones(packed.shape[:-2], np.float32)
+    return {
+        "codes": _flat(_no_negative_zero(xp, _split_halves(xp, q)), 3),
+        "scales": _flat(scales, 2),
+        "factor": xp.asarray(factor, xp.float32),
+    }
+
+
+def _split_rocmfp4(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    codes = _no_negative_zero(xp, _split_halves(xp, b[..., :16]))
+    return {"codes": _flat(codes, 2), "scales": _flat(_valid_ue4m3(xp, b[..., 16:]), 2)}
+
+
+def _split_q8_0(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    return {"codes": _flat(b[..., 2:], 2), "scales": _as_f16(xp, b[..., :2])}
+
+
+def _split_rocmfp8(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    return {"codes": _flat(b[..., :32], 2), "scales": _valid_ue4m3(xp, b[..., 32])}
+
+
+def _split_rocmfp6(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    codes = _bit_codes(xp, b[..., :24], 6)
+    mag = codes & xp.uint8(31)
+    # Sign and magnitude -> level + 32; minus zero is -32.
+    level = xp.where(
+        codes > 32, xp.uint8(32) - mag, xp.where(codes == 32, xp.uint8(0), mag + xp.uint8(32))
+    )
+    return {"codes": _flat(level, 2), "scales": _flat(_valid_ue4m3(xp, b[..., 24:]), 2)}
+
+
+def _bit_codes(xp: Any, b: Array, bits: int) -> Array:
+    """Little-endian bit string [..., bytes] -> uint8 codes of `bits` (3 or 6) bits."""
+    b3 = _u32(xp, b.reshape(*b.shape[:-1], -1, 3))
+    value = b3[..., 0] | b3[..., 1] << xp.uint32(8) | b3[..., 2] << xp.uint32(16)
+    shifts = xp.arange(0, 24, bits, dtype=xp.uint32)
+    codes = (value[..., None] >> shifts.reshape((1,) * value.ndim + (-1,))) & xp.uint32(
+        (1 << bits) - 1
+    )
+    return _flat(codes.astype(xp.uint8), 2)
+
+
+def _split_rocmfp3(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    codes = _bit_codes(xp, b[..., :12], 3)
+    codes = xp.where(codes == 4, xp.uint8(0), codes)
+    return {"codes": _flat(codes, 2), "scales": _flat(_valid_ue4m3(xp, b[..., 12:]), 2)}
+
+
+def _two_bit_codes(xp: Any, q: Array) -> Array:
+    """Bytes [..., n] with four consecutive codes each -> [..., 4n]."""
+    shifts = xp.asarray([0, 2, 4, 6], xp.uint8).reshape((1,) * q.ndim + (4,))
+    return _flat((q[..., None] >> shifts) & xp.uint8(3), 2)
+
+
+def _split_rocmfp2(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    codes = _two_bit_codes(xp, b[..., :8])
+    scales = b[..., 8:]
+    if fmt.name == "rocmfp2_s40":
+        # -4, -1, 1, 4 -> bit 1 sign, bit 0 outer.
+        codes = xp.where(codes < 2, xp.uint8(3) - codes, codes - xp.uint8(2))
+    if fmt.name == "rocmfp2_signed":
+        scales = xp.where((scales & xp.uint8(0x7F)) == 0x7F, scales & xp.uint8(0x80), scales)
+    else:
+        scales = _valid_ue4m3(xp, scales)
+    return {"codes": _flat(codes, 2), "scales": _flat(scales, 2)}
+
+
+_FIXED_LEVELS = {4: (-1, 0, 1, 2), 8: (0, 1, 2, 4, 0, -1, -2, -4)}
+
+
+def _split_mix(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    codes = _two_bit_codes(xp, b[..., :8]) if fmt.books == 4 else _bit_codes(xp, b[..., :12], 3)
+    meta = b[..., -2:]
+    modes = xp.asarray(side["modes"]).reshape(*packed.shape[:-2], 1, 1, 1)
+    fixed = modes == 0
+    invalid = xp.where(fixed, meta > 0x7E, (meta & xp.uint8(0x7F)) == 0x7F)
+    meta = xp.where(invalid, meta & xp.uint8(0x80), meta)
+    bits = xp.asarray(side["codebooks_bf16"]).astype(xp.uint16)
+    if xp is np:
+        books = bits.view(jnp.bfloat16)
+    else:
+        books = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    levels = xp.asarray(np.asarray(_FIXED_LEVELS[fmt.books], np.float32).astype(jnp.bfloat16))
+    levels = xp.broadcast_to(levels.reshape((1,) * (books.ndim - 1) + (-1,)), books.shape)
+    books = xp.where(fixed[..., 0], levels, books)
+    return {"codes": _flat(codes, 2), "scales": _flat(meta, 2), "books": books}
+
+
+def _split_q4_k(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    s, q = b[..., 4:16], b[..., 16:].reshape(*b.shape[:-1], 4, 32)
+    six, four = xp.uint8(63), xp.uint8(15)
+    up, down = xp.uint8(4), xp.uint8(6)
+    scales = xp.concatenate(
+        [s[..., :4] & six, (s[..., 8:] & four) | (s[..., :4] >> down << up)], -1
+    )
+    mins = xp.concatenate([s[..., 4:8] & six, (s[..., 8:] >> up) | (s[..., 4:8] >> down << up)], -1)
+    codes = xp.stack([q & four, q >> up], -2)
+    return {
+        "codes": _flat(codes, 4),
+        "scales": _flat(scales, 2),
+        "mins": _flat(mins, 2),
+        "supers": _flat(_as_f16(xp, b[..., :4].reshape(*b.shape[:-1], 2, 2)), 2),
+    }
+
+
+def _split_q2_k(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    q = b[..., 16:80].reshape(*b.shape[:-1], 2, 1, 32)
+    shifts = xp.asarray([0, 2, 4, 6], xp.uint8).reshape((1,) * (q.ndim - 2) + (4, 1))
+    codes = (q >> shifts) & xp.uint8(3)
+    return {
+        "codes": _flat(codes, 4),
+        "scales": _flat(b[..., :16], 2),
+        "supers": _flat(_as_f16(xp, b[..., 80:].reshape(*b.shape[:-1], 2, 2)), 2),
+    }
+
+
+def _split_iq2_xxs(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    b = _blocks(fmt, packed)
+    w = _u32(xp, b[..., 2:].reshape(*b.shape[:-1], 8, 2, 4))
+    w = (
+        w[..., 0]
+        | w[..., 1] << xp.uint32(8)
+        | w[..., 2] << xp.uint32(16)
+        | w[..., 3] << xp.uint32(24)
+    )
+    pairs = xp.swapaxes(w.reshape(*b.shape[:-2], -1, 2), -1, -2)
+    return {"codes": pairs, "scales": _as_f16(xp, b[..., :2])}
+
+
+def _split_hf_fp8(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
+    if "scale_f32" in side:
+        scales = xp.asarray(side["scale_f32"], xp.float32)
+    else:
+        e = _u32(xp, xp.asarray(side["scale_e8m0"]))
+        bits = xp.where(e == 0, xp.uint32(0x00400000), e << xp.uint32(23))
+        scales = (
+            bits.view(np.float32) if xp is np else jax.lax.bitcast_convert_type(bits, jnp.float32)
+        )
+    scales = xp.swapaxes(scales, -1, -2)
+    return {"codes": packed, "scales": np.ascontiguousarray(scales) if xp is np else scales}
+
+
+_Split = Callable[[Any, Format, Array, dict[str, Array]], dict[str, Array]]
+_SPLIT: dict[str, _Split] = {
+    "q8_0": _split_q8_0,
+    "q4_k": _split_q4_k,
+    "q2_k": _split_q2_k,
+    "iq2_xxs": _split_iq2_xxs,
+    "mxfp4": _split_mxfp4,
+    "hf_fp4_e2m1": _split_hf_fp4,
+    "nvfp4": _split_nvfp4,
+    "rocmfp4": _split_rocmfp4,
+    "rocmfp4_fast": _split_rocmfp4,
+    "rocmfp6": _split_rocmfp6,
+    "rocmfp8": _split_rocmfp8,
+    "rocmfp3": _split_rocmfp3,
+    "rocmfp3_mix": _split_mix,
+    "rocmfp2_mix": _split_mix,
+    "rocmfp2_s40": _split_rocmfp2,
+    "rocmfp2_m1012": _split_rocmfp2,
+    "rocmfp2_signed": _split_rocmfp2,
+    "rocmfp2_affine": _split_rocmfp2,
+    "hf_fp8_e4m3_block128": _split_hf_fp8,
+}
+
+
+# --- From words to weights ---
+
+
+def unpack(q: QuantArray, dtype: Any = jnp.float32) -> Array:
+    """The weights of `q` in plain JAX: the definition of what the kernels multiply by.
+
+    Computed in float32 and rounded once to `dtype`. In float32 the bits are those of the format's
+    reference decoder, but for float32 subnormals, which XLA flushes to zero on a CPU.
+
+    Returns: [..., N, K].
+    """
+    fmt = formats.get(q.format)
+    weights = _WEIGHTS[q.format](q, fmt)
+    if q.factor is not None:
+        weights = weights * q.factor[..., None, None]
+    return weights[..., : q.cols].astype(dtype)
+
+
+def _codes(q: QuantArray, fmt: Format) -> Array:
+    """uint32 codes [..., N, padded K]."""
+    words = jax.lax.bitcast_convert_type(q.codes, jnp.uint32)
+    words = words.reshape(*words.shape[:-1], -1, fmt.block_words)
+    total: jax.Array | None = None
+    start = 0
+    for plane in fmt.planes:
+        groups = fmt.block // (SUB * plane.per_half)
+        part = words[..., start : start + groups * GROUP_WORDS]
+        start += groups * GROUP_WORDS
+        part = part.reshape(*part.shape[:-1], groups, GROUP_WORDS)
+        fields = []
+        for runs in plane.fields:
+            halves = []
+            for half in (0, 1):
+                code = jnp.zeros((), jnp.uint32)
+                for low, n, pos in runs:
+                    bits = (part >> jnp.uint32(pos + 16 * half)) & jnp.uint32((1 << n) - 1)
+                    code = code | bits << jnp.uint32(low)
+                halves.append(code)
+            fields.append(jnp.stack(halves, -1))
+        codes = jnp.stack(fields, -3) << jnp.uint32(plane.first_bit)
+        codes = codes.reshape(*words.shape[:-2], -1)
+        total = codes if total is None else total | codes
+    if total is None:
+        raise ValueError(f"{fmt.name} has no code planes")
+    return total
+
+
+def _scale_bytes(words: jax.Array) -> Array:
+    """int32 [..., G/4, N] -> uint32 bytes [..., N, G]."""
+    w = jnp.swapaxes(jax.lax.bitcast_convert_type(words, jnp.uint32), -1, -2)[..., None]
+    shifts = jnp.asarray([0, 8, 16, 24], jnp.uint32).reshape((1,) * (w.ndim - 1) + (4,))
+    return _flat((w >> shifts) & jnp.uint32(255), 2)
+
+
+def _float_bits(bits: jax.Array) -> Array:
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32), jnp.float32)
+
+
+def ue4m3(b: jax.Array) -> Array:
+    """Half-scale E4M3 bytes (sign bit off) -> float32: M * 2^-10 or (8 + M) * 2^(E - 11)."""
+    e, m = b >> jnp.uint32(3), b & jnp.uint32(7)
+    normal = _float_bits((e + jnp.uint32(119)) << jnp.uint32(23) | m << jnp.uint32(20))
+    return jnp.where(e == 0, m.astype(jnp.float32) * 2.0**-10, normal)
+
+
+def _spread(scales: jax.Array, k: int, group: int) -> Array:
+    """[..., N, >= K/group] -> [..., N, K/group, 1], for weights grouped the same way."""
+    return scales[..., : k // group, None]
+
+
+def _grouped(a: jax.Array, group: int) -> Array:
+    return a.reshape(*a.shape[:-1], -1, group)
+
+
+def _signed(code: jax.Array, sign_bit: int, mag: jax.Array) -> Array:
+    """`mag` with the sign of code bit `sign_bit`."""
+    bits = jax.lax.bitcast_convert_type(mag, jnp.uint32)
+    sign = ((code >> jnp.uint32(sign_bit)) & jnp.uint32(1)) << jnp.uint32(31)
+    return jax.lax.bitcast_convert_type(bits | sign, jnp.float32)
+
+
+def _e2m1(code: jax.Array, half_range: float) -> Array:
+    """FP4 code -> E2M1 times `half_range`: two exponent bits and one mantissa bit."""
+    mag = code & jnp.uint32(7)
+    normal = _float_bits((mag + jnp.uint32(252)) << jnp.uint32(22))
+    value = jnp.where(mag < 2, mag.astype(jnp.float32) * 0.5, normal)
+    return _signed(code, 3, value * half_range)
+
+
+def _fp4_levels(code: jax.Array, fmt: Format) -> Array:
+    if fmt.name in ("mxfp4", "hf_fp4_e2m1"):
+        return _e2m1(code, 1.0)
+    level = _e2m1(code, 2.0)
+    return level if fmt.name == "nvfp4" else jnp.clip(level, -10.0, 10.0)
+
+
+def _weights_e8m0(q: QuantArray, fmt: Format) -> Array:
+    level = _grouped(_fp4_levels(_codes(q, fmt), fmt), fmt.group)
+    e = _scale_bytes(q.scales)[..., : level.shape[-2]]
+    # 2^(e - 127) as two normal factors: e = 0 alone would be a subnormal.
+    low = e >> jnp.uint32(1)
+    first = _float_bits((low + jnp.uint32(64)) << jnp.uint32(23))
+    second = _float_bits((e - low + jnp.uint32(63)) << jnp.uint32(23))
+    return _flat((level * first[..., None]) * second[..., None], 2)
+
+
+def _weights_ue4m3(q: QuantArray, fmt: Format) -> Array:
+    codes = _codes(q, fmt)
+    if fmt.bits == 4:
+        level = _fp4_levels(codes, fmt)
+    elif fmt.bits == 8:
+        level = jax.lax.bitcast_convert_type(codes << jnp.uint32(24), jnp.int32) >> 24
+        level = level.astype(jnp.float32)
+    elif fmt.bits == 6:
+        level = codes.astype(jnp.int32).astype(jnp.float32) - 32.0
+    elif fmt.bits == 3:
+        mag = codes & jnp.uint32(3)
+        value = jnp.where(mag == 3, 4.0, mag.astype(jnp.float32))
+        level = _signed(codes, 2, value)
+    elif fmt.name == "rocmfp2_s40":
+        level = _signed(codes, 1, jnp.where((codes & jnp.uint32(1)) == 1, 4.0, 1.0))
+    else:
+        level = codes.astype(jnp.float32) - 1.0
+    level = _grouped(level, fmt.group)
+    b = _scale_bytes(q.scales)[..., : level.shape[-2]]
+    scale = ue4m3(b & jnp.uint32(127))[..., None]
+    if fmt.name == "rocmfp2_signed":
+        scale = _signed(b[..., None], 7, scale)
+    return _flat(level * scale, 2)
+
+
+def _weights_affine(q: QuantArray, fmt: Format) -> Array:
+    codes = _grouped(_codes(q, fmt), SUB).astype(jnp.float32)
+    b = ue4m3(_scale_bytes(q.scales))
+    b = b.reshape(*b.shape[:-1], -1, 2)[..., : codes.shape[-2], :]
+    return _flat(codes * b[..., :1] - b[..., 1:], 2)
+
+
+def _weights_mix(q: QuantArray, fmt: Format) -> Array:
+    if q.books is None:
+        raise ValueError(f"{fmt.name}: code books are missing")
+    codes = _grouped(_codes(q, fmt), fmt.group)
+    b = _scale_bytes(q.scales)[..., : codes.shape[-2]]
+    second = (b >> jnp.uint32(7))[..., None] == 1
+    books = q.books.astype(jnp.float32)[..., None, None, None, :, :]
+    level = jnp.zeros((), jnp.float32)
+    for i in range(fmt.books):
+        chosen = jnp.where(second, books[..., 1, i], books[..., 0, i])
+        level = jnp.where(codes == i, chosen, level)
+    return _flat(level * ue4m3(b & jnp.uint32(127))[..., None], 2)
+
+
+def _weights_f16(q: QuantArray, fmt: Format) -> Array:
+    level = jax.lax.bitcast_convert_type(_codes(q, fmt) << jnp.uint32(24), jnp.int32) >> 24
+    level = _grouped(level.astype(jnp.float32), fmt.group)
+    d = jnp.swapaxes(q.scales, -1, -2).astype(jnp.float32)
+    return _flat(level * d[..., None], 2)
+
+
+def _supers(q: QuantArray) -> tuple[jax.Array, jax.Array]:
+    """`d` and `dmin` as float32 [..., N, K/256]."""
+    if q.supers is None:
+        raise ValueError(f"{q.format}: super-block scales are missing")
+    s = jnp.swapaxes(q.supers, -1, -2).astype(jnp.float32)
+    s = s.reshape(*s.shape[:-1], -1, 2)
+    return s[..., 0], s[..., 1]
+
+
+def _weights_k(q: QuantArray, fmt: Format) -> Array:
+    codes = _grouped(_codes(q, fmt), fmt.group).astype(jnp.float32)
+    per = 256 // fmt.group
+    groups = codes.shape[-2]
+    b = _scale_bytes(q.scales)[..., :groups]
+    if fmt.name == "q2_k":
+        scale, low = b & jnp.uint32(15), b >> jnp.uint32(4)
+    elif q.mins is None:
+        raise ValueError(f"{fmt.name}: minima are missing")
+    else:
+        scale, low = b, _scale_bytes(q.mins)[..., :groups]
+    d, dmin = _supers(q)
+    d = jnp.repeat(d, per, -1)[..., :groups]
+    dmin = jnp.repeat(dmin, per, -1)[..., :groups]
+    scale_f = d * scale.astype(jnp.float32)
+    low_f = dmin * low.astype(jnp.float32)
+    return _flat(scale_f[..., None] * codes - low_f[..., None], 2)
+
+
+def _weights_iq2_xxs(q: QuantArray, fmt: Format) -> Array:
+    words = jax.lax.bitcast_convert_type(q.codes, jnp.uint32)
+    words = words.reshape(*words.shape[:-1], -1, 2, GROUP_WORDS)
+    rows, signs = _flat(words[..., 0, :], 2), _flat(words[..., 1, :], 2)
+    grid = jnp.asarray(IQ2_GRID)
+    tail = (1,) * rows.ndim
+    row = (
+        rows[..., None] >> jnp.asarray([0, 8, 16, 24], jnp.uint32).reshape(*tail, 4)
+    ) & jnp.uint32(255)
+    entry = grid[row.astype(jnp.int32)].astype(jnp.uint32)[..., None]
+    step = jnp.arange(8, dtype=jnp.uint32).reshape(*tail, 1, 8)
+    code = (entry >> (step * jnp.uint32(2))) & jnp.uint32(3)
+    mag = jnp.where(code == 0, 8.0, jnp.where(code == 1, 25.0, 43.0))
+    s7 = (
+        signs[..., None] >> jnp.asarray([0, 7, 14, 21], jnp.uint32).reshape(*tail, 4)
+    ) & jnp.uint32(127)
+    parity = jax.lax.population_count(s7) & jnp.uint32(1)
+    level = _signed((s7 | parity << jnp.uint32(7))[..., None] >> step, 0, mag)
+    d = jnp.repeat(jnp.swapaxes(q.scales, -1, -2).astype(jnp.float32), 8, -1)
+    scale = d * ((signs >> jnp.uint32(28)).astype(jnp.float32) + 0.5) * 0.25
+    return _flat(scale[..., None, None] * level, 3)
+
+
+def _weights_hf_fp8(q: QuantArray, fmt: Format) -> Array:
+    codes = _codes(q, fmt)
+    e, m = (codes >> jnp.uint32(3)) & jnp.uint32(15), codes & jnp.uint32(7)
+    normal = _float_bits((e + jnp.uint32(120)) << jnp.uint32(23) | m << jnp.uint32(20))
+    level = _signed(codes, 7, jnp.where(e == 0, m.astype(jnp.float32) * 2.0**-9, normal))
+    scale = jnp.repeat(jnp.swapaxes(q.scales, -1, -2), 128, -2)[..., : q.rows, :]
+    return _flat(_grouped(level, 128) * scale[..., None], 2)
+
+
+_Weights = Callable[[QuantArray, Format], jax.Array]
+_BY_SCALE: dict[str, _Weights] = {
+    "ue4m3": _weights_ue4m3,
+    "e8m0": _weights_e8m0,
+    "f16": _weights_f16,
+    "k": _weights_k,
+    "tile": _weights_hf_fp8,
+}
+_BY_NAME: dict[str, _Weights] = {
+    "iq2_xxs": _weights_iq2_xxs,
+    "rocmfp2_affine": _weights_affine,
+    "rocmfp2_mix": _weights_mix,
+    "rocmfp3_mix": _weights_mix,
+}
+_WEIGHTS = {name: _BY_NAME.get(name, _BY_SCALE[f.scale]) for name, f in formats.FORMATS.items()}
+
+_IQ2_HEX = (
+    "0000000200050008000a00110014002000220028002a00410044005000580061"
+    "006400800082008a00a201010104011001150140018401980200020202220282"
+    "04010404041004210424044004420448046004810484049004a4050005020508"
+    "05200546056905800591060906100640068406a4080008050808081408280841"
+    "0844085008520888090409400a020a1410011004101010211040106010841090"
+    "10951100110811201150115a1180122412451400140814201425144914801518"
+    "156216001616180118041810184018811900190519a01a5120002002200a2044"
+    "2061208020822129214822002202240124042410244024562500254125642690"
+    "2808282028942a44400140044010401840214024404040484056406040814084"
+    "4090410041204161418041854201421042484256426844004408442044804499"
+    "4512452446004801480448104840484549004958496149824a454a9050005008"
+    "501150195020508050885104514251a4529154905492550a5601565458005811"
+    "5819586459405a08600460106040606861006155621862606400640565106512"
+    "6584684280008002800a80418082810481188140821184018404841084158440"
+    "8460850085468594860986408660880289048a11900490109024904090a19116"
+    "91809245940094229444955198819920a002a050a085a109a200a418a850a904"
+)
+IQ2_GRID: npt.NDArray[np.int32] = np.frombuffer(bytes.fromhex(_IQ2_HEX), ">u2").astype(np.int32)
+"""Rows of the iq2_xxs table: eight 2-bit values (0, 1, 2 for 8, 25, 43), first in the low bits."""
