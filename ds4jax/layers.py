@@ -1,0 +1,322 @@
+"""One transformer layer as a pure function of a batch of rows and the cache.
+
+Each row is one token of one lane. The same code serves one row (the CPU runs rows one after the
+other, so that a row's bits cannot depend on the others) and many rows at once (kernels).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from ds4jax import linear
+from ds4jax.cache import ROWS4, Cache
+from ds4jax.config import ModelConfig, RuntimeConfig
+from ds4jax.params import LayerInfo, Weights
+from pallas_kernels import (
+    attention,
+    compressor,
+    hyper,
+    indexer,
+    norm,
+    ring,
+    rope,
+    rounding,
+    router,
+)
+
+F32 = jnp.float32
+
+
+@struct.dataclass
+class Rows:
+    """The rows of a step, T of them; rows of one lane are consecutive, live rows come first."""
+
+    slot: Array  # int32 [T]; the trash slot for padding
+    pos: Array  # int32 [T], absolute
+    token: Array  # int32 [T]
+    live: Array  # bool [T]
+    run: Array  # int32 [T], index among the rows of the same lane
+    after: Array  # int32 [T], rows of the same lane that follow
+    cs_main: Array  # float32 [T, 2, R/2], angles at pos without scaling
+    cs: Array  # the same for layers that compress
+    cs4: Array  # at pos - pos % 4, for a row of ratio 4
+    cs128: Array  # at pos - pos % 128
+
+
+@dataclass(frozen=True)
+class Context:
+    """Static facts of a step that every layer needs."""
+
+    cfg: ModelConfig
+    run: RuntimeConfig
+    chunk: bool = False
+    """True: a lane may have more rows than the rings hold; the rings are read as they were before
+    the step and written after it, and the step's own rows are read directly."""
+    capture: frozenset[str] = frozenset()
+    first_expert: int = 0
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Compute dtype."""
+        return jnp.dtype(self.run.dtype)
+
+
+class Captured(dict[str, Array]):
+    """Activations asked for by name ("L3.attn_out"), collected on the way."""
+
+    def __init__(self, wanted: frozenset[str], prefix: str) -> None:
+        super().__init__()
+        self._wanted, self._prefix = wanted, prefix
+
+    def add(self, name: str, value: Array) -> None:
+        """Keep `value` if somebody asked for it."""
+        key = f"{self._prefix}{name}"
+        if key in self._wanted:
+            self[key] = value
+
+
+def _linear(ctx: Context, x: Array, w: Any, out_dtype: Any = None) -> Array:
+    return linear.matmul(x, w, backend=ctx.run.backend, out_dtype=out_dtype or ctx.dtype)
+
+
+def _hyper_read(ctx: Context, x: Array, w: Weights, name: str) -> tuple[Array, Array, Array]:
+    cfg = ctx.cfg
+    return hyper.read(
+        x,
+        w[f"hc_{name}_fn"],
+        w[f"hc_{name}_scale"],
+        w[f"hc_{name}_base"],
+        iters=cfg.hc_sinkhorn_iters,
+        hc_eps=cfg.hc_eps,
+        rms_eps=cfg.rms_norm_eps,
+    )
+
+
+@struct.dataclass
+class _Projected:
+    """What a layer computes of a row from its input alone."""
+
+    q: Array  # [T, H, D] after norm and rope
+    kv: Array  # [T, D]
+    state: Array | None  # float32 [T, 2, C]: compressor value and gate
+    istate: Array | None  # the same for the indexer
+    iq: Array | None  # [T, I, J] index queries
+    iw: Array | None  # float32 [T, I] index head weights
+
+
+def _angles(info: LayerInfo, rows: Rows) -> Array:
+    return rows.cs if info.ratio else rows.cs_main
+
+
+def _compressor_state(ctx: Context, x: Array, w: Weights, prefix: str, rows: Rows) -> Array:
+    ratio = w[f"{prefix}.ape"].shape[0]
+    u = _linear(ctx, x.astype(F32), w[f"{prefix}.wkv"], F32)
+    g = _linear(ctx, x.astype(F32), w[f"{prefix}.wgate"], F32)
+    g = g + w[f"{prefix}.ape"].astype(F32)[rows.pos % ratio]
+    return jnp.stack([u, g], axis=1)
+
+
+def _project(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows) -> _Projected:
+    cfg, cs = ctx.cfg, _angles(info, rows)
+    t = x.shape[0]
+    qr = norm.rms_norm(_linear(ctx, x, w["attn.wq_a"]), w["attn.q_norm"], eps=cfg.rms_norm_eps)
+    q = _linear(ctx, qr, w["attn.wq_b"]).reshape(t, cfg.num_heads, cfg.head_dim)
+    q = rope.rotate(norm.rms_norm(q, None, eps=cfg.rms_norm_eps), cs)
+    kv = norm.rms_norm(_linear(ctx, x, w["attn.wkv"]), w["attn.kv_norm"], eps=cfg.rms_norm_eps)
+    kv = rope.rotate(kv, cs)
+    if ctx.run.numerics != "plain":
+        kv = rounding.fp8_round_trip(kv, cfg.nope_head_dim)
+    state = istate = iq = iw = None
+    if info.ratio:
+        state = _compressor_state(ctx, x, w, "attn.compressor", rows)
+    if info.ratio == 4:
+        istate = _compressor_state(ctx, x, w, "attn.indexer.compressor", rows)
+        iq = _linear(ctx, qr, w["attn.indexer.wq_b"])
+        iq = rope.rotate(iq.reshape(t, cfg.index_num_heads, cfg.index_head_dim), cs)
+        if ctx.run.numerics == "official":
+            iq = rounding.fp4_round_trip(rounding.hadamard(iq)).astype(ctx.dtype)
+        scale = cfg.index_head_dim**-0.5 * cfg.index_num_heads**-0.5
+        iw = _linear(ctx, x.astype(F32), w["attn.indexer.weights_proj"], F32) * F32(scale)
+    return _Projected(q, kv, state, istate, iq, iw)
+
+
+def _store(ring_: Array, index: int | Array, rows: Rows, values: Array, ctx: Context) -> Array:
+    # Of more rows than the ring holds only the last are kept; rows that run one after the other
+    # simply overwrite.
+    keep = rows.live & (rows.after < ring_.shape[2]) if ctx.chunk else rows.live
+    return ring.write(ring_, index, rows.slot, rows.pos, values, keep)
+
+
+def _pooled(
+    ctx: Context, state: Array, index: int | Array, rows: Rows, step: Array | None,
+    norm_w: Array, ratio: int,
+) -> Array:  # fmt: skip
+    """The compressed row that ends at each row's position (meaningless where none does)."""
+    count = compressor.overlap(ratio) * ratio
+    got, valid = ring.read_window(
+        state, index, rows.slot, rows.pos, count,
+        step_T=step, run_T=rows.run if step is not None else None,
+    )  # fmt: skip
+    row = compressor.pool(got[:, :, 0], got[:, :, 1], valid, ratio=ratio)
+    cs = rows.cs4 if ratio == 4 else rows.cs128
+    return compressor.finish(row, norm_w, cs, eps=ctx.cfg.rms_norm_eps, dtype=ctx.dtype)
+
+
+def _emit(
+    ctx: Context, pool: Array, state: Array, index: int | Array, rows: Rows, step: Array | None,
+    table: Array, norm_w: Array, ratio: int, kind: str,
+) -> Array:  # fmt: skip
+    """Write the compressed rows that this step completes; the others go to the trash page."""
+    per_page = ROWS4 if ratio == 4 else 1
+    emits = rows.live & ((rows.pos + 1) % ratio == 0)
+    at = ring.page_rows(table, rows.slot, rows.pos // ratio, per_page)
+    at = jnp.where(emits, at, pool.shape[1] - 1)
+
+    def make() -> Array:
+        row = _pooled(ctx, state, index, rows, step, norm_w, ratio)
+        if kind == "attention" and ctx.run.numerics != "plain":
+            row = rounding.fp8_round_trip(row, ctx.cfg.nope_head_dim)
+        if kind == "index" and ctx.run.numerics == "official":
+            row = rounding.fp4_round_trip(rounding.hadamard(row)).astype(ctx.dtype)
+        return row.astype(pool.dtype)
+
+    if rows.pos.shape[0] == 1:
+        shape = (1, pool.shape[-1])
+        row = lax.cond(emits[0], make, lambda: jnp.zeros(shape, pool.dtype))
+    else:
+        row = make()
+    return pool.at[index, at].set(row)
+
+
+def _attention(
+    ctx: Context, info: LayerInfo, w: Weights, x: Array, cache: Cache, rows: Rows, cap: Captured
+) -> tuple[Array, Cache]:
+    cfg, layer, index = ctx.cfg, info.layer, info.ratio_index
+    p = _project(ctx, info, w, x, rows)
+    cap.add("q", p.q)
+    cap.add("kv", p.kv)
+    raw, step = cache.raw, p.kv if ctx.chunk else None
+    if not ctx.chunk:
+        raw = _store(raw, layer, rows, p.kv, ctx)
+    comp: dict[str, Any] = {}
+    updates: dict[str, Array] = {}
+    if info.ratio == 4:
+        names = (("state4", "comp4", p.state, "attn.compressor", "attention"),
+                 ("istate4", "index4", p.istate, "attn.indexer.compressor", "index"))  # fmt: skip
+    elif info.ratio == 128:
+        names = (("state128", "comp128", p.state, "attn.compressor", "attention"),)  # type: ignore[assignment]
+    else:
+        names = ()  # type: ignore[assignment]
+    for state_name, pool_name, values, prefix, kind in names:
+        if values is None:
+            continue
+        old = getattr(cache, state_name)
+        state = old if ctx.chunk else _store(old, index, rows, values, ctx)
+        updates[pool_name] = _emit(
+            ctx, getattr(cache, pool_name), state, index, rows, values if ctx.chunk else None,
+            cache.table, w[f"{prefix}.norm"], info.ratio, kind,
+        )  # fmt: skip
+        updates[state_name] = _store(old, index, rows, values, ctx) if ctx.chunk else state
+    if info.ratio:
+        visible = jnp.where(rows.live, (rows.pos + 1) // info.ratio, 0)
+        pool_name = "comp4" if info.ratio == 4 else "comp128"
+        comp = {
+            "pool": updates[pool_name], "layer": index, "table": cache.table,
+            "slot_T": rows.slot, "visible_T": visible,
+        }  # fmt: skip
+        if p.iq is not None and p.iw is not None:
+            comp["selected_TK"] = indexer.top_rows(
+                p.iq, p.iw, updates["index4"], index, cache.table, rows.slot, visible,
+                top_k=cfg.index_topk,
+            )  # fmt: skip
+            cap.add("index_ids", comp["selected_TK"])
+    window, valid = ring.read_window(
+        raw, layer, rows.slot, rows.pos, cfg.sliding_window, step_T=step, run_T=rows.run
+    )
+    o = attention.attend(p.q, w["attn.attn_sink"], window, valid, **comp)
+    if ctx.chunk:
+        raw = _store(raw, layer, rows, p.kv, ctx)
+    o = rope.rotate(o, _angles(info, rows), inverse=True)
+    z = linear.grouped_matmul(
+        o.reshape(o.shape[0], cfg.o_groups, -1), w["attn.wo_a"],
+        backend=ctx.run.backend, out_dtype=ctx.dtype,
+    )  # fmt: skip
+    y = _linear(ctx, z.reshape(z.shape[0], -1), w["attn.wo_b"])
+    cap.add("attn_out", y)
+    return y, cache.replace(raw=raw, **updates)  # type: ignore[attr-defined,no-any-return]
+
+
+def shared_expert(ctx: Context, x: Array, w: Weights, limit: float) -> Array:
+    """The expert that every row takes: clamped SwiGLU without a routing weight; float32 [T, M]."""
+    g = _linear(ctx, x, w["ffn.shared_experts.w1"], F32)
+    u = _linear(ctx, x, w["ffn.shared_experts.w3"], F32)
+    if ctx.run.clamp_shared_expert:
+        g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+    return _linear(ctx, (norm.silu(g) * u).astype(ctx.dtype), w["ffn.shared_experts.w2"], F32)
+
+
+def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: Captured) -> Array:
+    cfg = ctx.cfg
+    ids, weights = router.route(
+        x,
+        w["ffn.gate"],
+        bias_E=w.get("ffn.gate.bias"),
+        table_VK=w["ffn.gate.tid2eid"] if info.is_hash else None,
+        token_T=rows.token,
+        top_k=ctx.run.num_experts_per_tok or cfg.num_experts_per_tok,
+        scaling=cfg.routed_scaling_factor,
+        normalise=cfg.norm_topk_prob,
+    )
+    cap.add("router_ids", ids)
+    cap.add("router_weights", weights)
+    y = linear.routed_experts(
+        x,
+        jnp.where(rows.live[:, None], ids, -1),
+        weights,
+        w["ffn.experts.w1"],
+        w["ffn.experts.w3"],
+        w["ffn.experts.w2"],
+        first_expert=ctx.first_expert,
+        limit=cfg.swiglu_limits[info.layer],
+        backend=ctx.run.backend,
+    )
+    y = y + shared_expert(ctx, x, w, cfg.shared_swiglu_limits[info.layer])
+    return y.astype(ctx.dtype)
+
+
+def layer(
+    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, cache: Cache, rows: Rows
+) -> tuple[Array, Cache, dict[str, Array]]:
+    """One layer: attention and experts, each read from and written back to the residual streams.
+
+    Args:
+        streams_TND: [T, n, D] compute dtype.
+        cache: the whole cache; only this layer's rows change.
+
+    Returns: streams, cache, captured activations [T, ...] by name.
+    Source: architecture of DeepSeek-V4, whole model.
+    """
+    eps = ctx.cfg.rms_norm_eps
+    cap = Captured(ctx.capture, f"L{info.layer}.")
+    with jax.named_scope("attention"):
+        x, post, comb = _hyper_read(ctx, streams_TND, w, "attn")
+        for name, value in (("pre", x), ("post", post), ("comb", comb)):
+            cap.add(f"attn_hc_{name}", value)
+        h = norm.rms_norm(x, w["attn_norm"], eps=eps)
+        y, cache = _attention(ctx, info, w, h, cache, rows, cap)
+        streams_TND = hyper.write(streams_TND, y, post, comb)
+    with jax.named_scope("experts"):
+        x, post, comb = _hyper_read(ctx, streams_TND, w, "ffn")
+        for name, value in (("pre", x), ("post", post), ("comb", comb)):
+            cap.add(f"ffn_hc_{name}", value)
+        y = _moe(ctx, info, w, norm.rms_norm(x, w["ffn_norm"], eps=eps), rows, cap)
+        cap.add("ffn_out", y)
+        streams_TND = hyper.write(streams_TND, y, post, comb)
+    cap.add("streams_out", streams_TND)
+    return streams_TND, cache, dict(cap)

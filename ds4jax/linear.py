@@ -1,0 +1,120 @@
+"""Products of rows with weights, plain or packed: the seam between the model and the kernels.
+
+On the reference backend a row meets each weight alone, as a matrix-vector product, so its bits depend
+on nothing but the row; packed weights are decoded where they are used. Other backends hand the whole
+batch to `pallas_kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import norm
+
+F32 = jnp.float32
+
+
+def decoded(w: Any, dtype: Any) -> Array:
+    """A weight as a plain array of `dtype`; packed ones are unpacked."""
+    if isinstance(w, Array):
+        return w
+    from pallas_kernels import packing
+
+    return packing.unpack(w, dtype=dtype)
+
+
+def matmul(x_TK: Array, w_NK: Any, *, backend: str, out_dtype: Any) -> Array:
+    """y = x @ w^T, accumulated in float32.
+
+    Args:
+        x_TK: float32 or bfloat16. w_NK: Array or QuantArray [N, K].
+        backend: resolved backend. out_dtype: dtype of the result.
+
+    Returns: y_TN in `out_dtype`.
+    """
+    if backend != "reference" and not isinstance(w_NK, Array):
+        from pallas_kernels import dense
+
+        return dense.dense(x_TK, w_NK, backend=backend, out_dtype=out_dtype)
+    w = decoded(w_NK, x_TK.dtype)
+    y = lax.dot_general(
+        x_TK,
+        w.astype(x_TK.dtype),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=F32,
+        precision=lax.Precision.HIGHEST,
+    )
+    return y.astype(out_dtype)
+
+
+def grouped_matmul(x_TGI: Array, w_NI: Any, *, backend: str, out_dtype: Any) -> Array:
+    """z[t, g] = w[g] @ x[t, g] with w [G*O, I] seen as [G, O, I]; float32 accumulation.
+
+    Returns: z_TGO in `out_dtype`.
+    """
+    groups = x_TGI.shape[1]
+    w = decoded(w_NI, x_TGI.dtype).astype(x_TGI.dtype)
+    w = w.reshape(groups, w.shape[0] // groups, w.shape[1])
+    z = jnp.einsum(
+        "tgi,goi->tgo", x_TGI, w, preferred_element_type=F32, precision=lax.Precision.HIGHEST
+    )
+    return z.astype(out_dtype)
+
+
+def routed_experts(
+    x_TM: Array,
+    ids_TK: Array,
+    weights_TK: Array,
+    w1_EFM: Any,
+    w3_EFM: Any,
+    w2_EMF: Any,
+    *,
+    first_expert: int,
+    limit: Any,
+    backend: str,
+) -> Array:
+    """Sum over a row's experts of w2 (silu(min(g, limit)) * clip(u, limit) * weight), in slot order.
+
+    Args:
+        x_TM: compute dtype. ids_TK: int32 expert numbers, negative for padding rows.
+        weights_TK: float32 routing weights, applied before w2.
+        w1_EFM, w3_EFM, w2_EMF: gate, up and down of the experts that this device owns, numbers
+            first_expert .. first_expert + E - 1; routes to others contribute nothing and cost nothing.
+        limit: SwiGLU limit.
+
+    Returns: y_TM float32.
+    Source: architecture of DeepSeek-V4, mixture of experts.
+    """
+    if backend != "reference":
+        from pallas_kernels import experts
+
+        return experts.experts(
+            x_TM, ids_TK, weights_TK, w1_EFM, w3_EFM, w2_EMF,
+            first_expert=first_expert, limit=limit, backend=backend,
+        )  # fmt: skip
+    owned = jax.tree.leaves(w1_EFM)[0].shape[0]
+
+    def one(x_1M: Array, expert: Array, weight: Array) -> Array:
+        w1, w3, w2 = jax.tree.map(lambda a: a[expert], (w1_EFM, w3_EFM, w2_EMF))
+        g = matmul(x_1M, w1, backend=backend, out_dtype=F32)
+        u = matmul(x_1M, w3, backend=backend, out_dtype=F32)
+        h = norm.silu(jnp.minimum(g, limit)) * jnp.clip(u, -limit, limit) * weight
+        return matmul(h.astype(x_1M.dtype), w2, backend=backend, out_dtype=F32)[0]
+
+    def slot(j: Array, y: Array) -> Array:
+        t, k = j // ids_TK.shape[1], j % ids_TK.shape[1]
+        expert = ids_TK[t, k] - first_expert
+        x = lax.dynamic_slice_in_dim(x_TM, t, 1)
+        live = (expert >= 0) & (expert < owned)
+        add = lax.cond(
+            live,
+            lambda: one(x, jnp.clip(expert, 0, owned - 1), weights_TK[t, k]),
+            lambda: jnp.zeros((x_TM.shape[1],), F32),
+        )
+        return y.at[t].add(add)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(ids_TK.size), slot, jnp.zeros(x_TM.shape, F32))

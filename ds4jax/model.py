@@ -1,0 +1,216 @@
+"""The whole model as pure functions: rows in, state in, logits out, state out.
+
+Prefill, decode and verification are one function, `forward`, over a ragged batch of rows (slot,
+position, token). On the reference backend each row passes through a layer alone, one after the
+other, in a loop whose trip count is the number of live rows: whatever the batch, a row meets the same
+operations with the same shapes, so its bits depend on its own lane only. Nothing here jits or donates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from ds4jax import layers, linear
+from ds4jax import params as params_lib
+from ds4jax.cache import Cache
+from ds4jax.config import ModelConfig, RuntimeConfig
+from ds4jax.layers import Context, Rows
+from ds4jax.params import Params
+from pallas_kernels import hyper, norm, rope
+
+FROM_HISTORY = -1
+"""Token of a row whose token the device already holds (sampled by an earlier step)."""
+
+
+@struct.dataclass
+class Plan:
+    """What one step computes. T rows, live ones first, rows of one lane consecutive and ascending.
+
+    All int32. A row may carry one update of its lane's block table, applied before anything else.
+    """
+
+    slot: Array  # [T]; the trash slot for padding
+    pos: Array  # [T], absolute; -1-d means d positions past the lane's committed length
+    token: Array  # [T], id or FROM_HISTORY
+    run: Array  # [T], index among the rows of the same lane in this step
+    after: Array  # [T], rows of the same lane that follow
+    table_idx: Array  # [T], block table entry to set, or -1
+    table_page: Array  # [T], physical page for it
+    emit: Array  # [E], numbers of the rows whose logits are wanted, live ones first
+    num_rows: Array  # [], live rows
+    num_emit: Array  # [], live entries of emit
+
+
+def _apply_plan(
+    params: Params, cache: Cache, plan: Plan, rows_alone: bool
+) -> tuple[Cache, Rows]:
+    """Update tables, lengths and history; resolve positions and tokens."""
+    count, trash = plan.slot.shape[0], cache.length.shape[0] - 1
+    live = jnp.arange(count, dtype=jnp.int32) < plan.num_rows
+    slot = jnp.where(live, plan.slot, trash)
+    pos = jnp.where(plan.pos >= 0, plan.pos, cache.length[slot] - 1 - plan.pos)
+    pos = jnp.where(live, pos, 0)
+    last = cache.tokens.shape[1] - 1
+    token = jnp.where(plan.token >= 0, plan.token, cache.tokens[slot, jnp.minimum(pos, last)])
+    token = jnp.where(live, token, 0)
+    paged = live & (plan.table_idx >= 0)
+    table = cache.table.at[
+        jnp.where(paged, slot, trash), jnp.where(paged, plan.table_idx, 0)
+    ].set(jnp.where(paged, plan.table_page, cache.table[trash, 0]))
+    tokens = cache.tokens.at[slot, jnp.minimum(pos, last)].set(token)
+    length = cache.length.at[slot].max(jnp.where(live, pos + 1, 0))
+    cache = cache.replace(  # type: ignore[attr-defined]
+        table=table, tokens=tokens, length=length.at[trash].set(0)
+    )
+    if rows_alone:
+        cs = lax.map(lambda p: _angles(params, p[None]), pos)
+    else:
+        cs = jax.vmap(lambda p: _angles(params, p[None]))(pos)
+    return cache, Rows(
+        slot=slot, pos=pos, token=token, live=live, run=plan.run, after=plan.after,
+        cs_main=cs[0][:, 0], cs=cs[1][:, 0], cs4=cs[2][:, 0], cs128=cs[3][:, 0],
+    )  # fmt: skip
+
+
+def _angles(params: Params, pos: Array) -> tuple[Array, Array, Array, Array]:
+    compress = params.rope_compress
+    return (
+        rope.cos_sin(params.rope_main, pos),
+        rope.cos_sin(compress, pos),
+        rope.cos_sin(compress, pos - pos % 4),
+        rope.cos_sin(compress, pos - pos % 128),
+    )
+
+
+def _one(tree: Any, t: Array) -> Any:
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, t, 1), tree)
+
+
+def _put(buffer: Array, t: Array, value: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(buffer, value, t, 0)
+
+
+LayerFn = Callable[[Array, Cache, Rows], tuple[Array, Cache, dict[str, Array]]]
+
+
+def _row_loop(
+    fn: LayerFn, x: Array, cache: Cache, rows: Rows, num_rows: Array
+) -> tuple[Array, Cache, dict[str, Array]]:
+    """Run `fn` on one row at a time, in order, live rows only."""
+    t0 = jnp.int32(0)
+    shapes = jax.eval_shape(lambda: fn(_one(x, t0), cache, _one(rows, t0)))[2]
+    caps = {k: jnp.zeros((x.shape[0], *s.shape[1:]), s.dtype) for k, s in shapes.items()}
+
+    def body(t: Array, carry: tuple[Array, Cache, dict[str, Array]]) -> Any:
+        x, cache, caps = carry
+        y, cache, got = fn(_one(x, t), cache, _one(rows, t))
+        return _put(x, t, y), cache, {k: _put(caps[k], t, v) for k, v in got.items()}
+
+    out: tuple[Array, Cache, dict[str, Array]] = lax.fori_loop(t0, num_rows, body, (x, cache, caps))
+    return out
+
+
+def _embed(ctx: Context, params: Params, token: Array) -> Array:
+    embed = jax.tree.map(lambda a: a[token], params.top["embed"])
+    x = linear.decoded(embed, ctx.dtype).astype(ctx.dtype)
+    return jnp.broadcast_to(x[:, None, :], (x.shape[0], ctx.cfg.hc_mult, x.shape[1]))
+
+
+def _final(ctx: Context, params: Params, x_END: Array) -> tuple[Array, Array]:
+    """Collapsed hidden state before the final norm, and logits; both float32."""
+    top, cfg = params.top, ctx.cfg
+    hidden = hyper.collapse_head(
+        x_END, top["hc_head_fn"], top["hc_head_scale"], top["hc_head_base"],
+        hc_eps=cfg.hc_eps, rms_eps=cfg.rms_norm_eps,
+    )  # fmt: skip
+    normed = norm.rms_norm(hidden, top["norm"], eps=cfg.rms_norm_eps)
+    logits = linear.matmul(normed, top["head"], backend=ctx.run.backend, out_dtype=jnp.float32)
+    return hidden, logits
+
+
+def head_logits(params: Params, streams_TND: Array, *, cfg: ModelConfig) -> Array:
+    """Logits that the head would give for residual streams of any layer (logit lens).
+
+    Args: streams_TND: [T, n, D], for example the captured "L3.streams_out".
+    Returns: logits_TV float32.
+    """
+    ctx = Context(cfg, RuntimeConfig())
+    return _final(ctx, params, streams_TND)[1]
+
+
+def forward(
+    params: Params,
+    cache: Cache,
+    plan: Plan,
+    *,
+    cfg: ModelConfig,
+    run: RuntimeConfig,
+    chunk: bool = False,
+    capture: frozenset[str] = frozenset(),
+    batched: bool | None = None,
+) -> tuple[Cache, Array, dict[str, Array]]:
+    """One step of the model over a ragged batch of rows.
+
+    Args:
+        params, cache: device trees. plan: the rows.
+        cfg, run: static.
+        chunk: static; True if a lane may have more rows than its rings (batched form only).
+        capture: names of activations to return, "L{layer}.{name}" with the names of `layers`.
+        batched: static; False runs rows one after the other (exact whatever the batch), True all at
+            once. None: False on the reference backend, else True.
+
+    Returns: cache, logits_EV float32 (rows `plan.emit`; entries past num_emit are zero), captured
+        activations [T, ...] by name.
+    """
+    ctx = Context(cfg, run, chunk, capture)
+    rows_alone = run.backend == "reference" if batched is None else not batched
+    cache, rows = _apply_plan(params, cache, plan, rows_alone)
+    x = _embed(ctx, params, rows.token)
+    captured: dict[str, Array] = {}
+    for info, weights in params.layers():
+        fn = _layer_fn(ctx, info, weights)
+        if rows_alone:
+            x, cache, got = _row_loop(fn, x, cache, rows, plan.num_rows)
+        else:
+            x, cache, got = fn(x, cache, rows)
+        captured |= got
+    logits = _emit_logits(ctx, params, x, plan, rows_alone)
+    return cache, logits, captured
+
+
+def _layer_fn(ctx: Context, info: Any, weights: Mapping[str, Any]) -> LayerFn:
+    w = dict(weights)
+    if ctx.run.backend == "reference":
+        # Decode packed weights once per step; experts stay packed, only live ones are decoded.
+        w = {
+            k: v
+            if k.startswith("ffn.experts.")
+            else linear.decoded(v, params_lib.weight_dtype(k, ctx.dtype))
+            for k, v in w.items()
+        }
+    return lambda x, cache, rows: layers.layer(ctx, info, w, x, cache, rows)
+
+
+def _emit_logits(
+    ctx: Context, params: Params, x: Array, plan: Plan, rows_alone: bool
+) -> Array:
+    if not rows_alone:
+        return _final(ctx, params, x[plan.emit])[1]
+    vocab = ctx.cfg.vocab_size
+    top = {
+        k: v if k == "embed" else linear.decoded(v, jnp.float32) for k, v in params.top.items()
+    }
+    plain = params.replace(top=top)  # type: ignore[attr-defined]
+
+    def body(e: Array, out: Array) -> Array:
+        logits = _final(ctx, plain, _one(x, plan.emit[e]))[1]
+        return _put(out, e, logits)
+
+    out = jnp.zeros((plan.emit.shape[0], vocab), jnp.float32)
+    return lax.fori_loop(jnp.int32(0), plan.num_emit, body, out)

@@ -1,0 +1,67 @@
+"""Rings addressed by absolute position, and paged rows addressed through a block table.
+
+A ring holds the row of position p of slot s at [s, p mod R]. Nothing is ever shifted, flushed or
+rolled back: a row is a pure function of its position, and positions that were rejected are simply
+overwritten. The last slot and the last page are the trash, where masked writes go.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def read_window(
+    ring: Array,
+    layer: int | Array,
+    slot_T: Array,
+    pos_T: Array,
+    count: int,
+    *,
+    step_T: Array | None = None,
+    run_T: Array | None = None,
+) -> tuple[Array, Array]:
+    """Rows at positions pos - count + 1 .. pos of every row's own slot, in that order.
+
+    Args:
+        ring: [L, S+1, R, ...]. layer: which of L.
+        slot_T, pos_T: int32.
+        count: how many positions; at most R if all of them come from the ring.
+        step_T: rows of this step [T, ...] that the ring does not hold yet; those of one slot are
+            consecutive. None: the ring has been written already.
+        run_T: int32 index of each row among the rows of its slot in this step (with step_T).
+
+    Returns: rows [T, count, ...] and valid [T, count] (False below position 0).
+    """
+    offset = jnp.arange(1 - count, 1, dtype=jnp.int32)
+    at = pos_T[:, None] + offset[None, :]
+    rows = ring[layer, slot_T[:, None], at % ring.shape[2]]
+    if step_T is not None and run_T is not None:
+        own = jnp.arange(pos_T.shape[0], dtype=jnp.int32)[:, None] + offset[None, :]
+        here = -offset[None, :] <= run_T[:, None]
+        here = here.reshape(here.shape + (1,) * (rows.ndim - 2))
+        rows = jnp.where(here, step_T[jnp.maximum(own, 0)], rows)
+    return rows, at >= 0
+
+
+def write(
+    ring: Array, layer: int | Array, slot_T: Array, pos_T: Array, rows_T: Array, keep_T: Array
+) -> Array:
+    """Store each row at its position; rows with keep False go to the trash slot.
+
+    Kept rows must be distinct in (slot, pos mod R).
+    """
+    slot = jnp.where(keep_T, slot_T, ring.shape[1] - 1)
+    return ring.at[layer, slot, pos_T % ring.shape[2]].set(rows_T.astype(ring.dtype))
+
+
+def page_rows(table: Array, slot: Array, row: Array, rows_per_page: int) -> Array:
+    """Index of compressed row number `row` of `slot` in a pool stored page after page.
+
+    Args:
+        table: int32 [S+1, MP], physical page or the trash page.
+        slot, row: int32 of one shape (or broadcastable by the caller); row numbers past the table
+            are clamped, the caller masks them.
+    """
+    page = jnp.minimum(row // rows_per_page, table.shape[1] - 1)
+    return table[slot, page] * rows_per_page + row % rows_per_page
