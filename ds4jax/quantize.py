@@ -264,7 +264,7 @@ def _pack_nibbles(codes_BW: U8) -> U8:
     return packed
 
 
-def _pack_bits(codes_BW: U8, width: int) -> U8:
+def pack_bits(codes_BW: U8, width: int) -> U8:
     """Codes as one little-endian bit string per block (32 codes of 2, 3 or 6 bits)."""
     per_word = 4 if width == 2 else 24 // width
     word = np.zeros((len(codes_BW), 32 // per_word), np.uint32)
@@ -277,11 +277,11 @@ def _pack_bits(codes_BW: U8, width: int) -> U8:
 _PACKERS: dict[str, Callable[[U8], U8]] = {
     "rocmfp4": _pack_nibbles,
     "rocmfp4_fast": _pack_nibbles,
-    "rocmfp6": lambda codes: _pack_bits(codes, 6),
+    "rocmfp6": lambda codes: pack_bits(codes, 6),
     "rocmfp8": lambda codes: codes,
-    "rocmfp3": lambda codes: _pack_bits(codes, 3),
-    "rocmfp2_s40": lambda codes: _pack_bits(codes, 2),
-    "rocmfp2_m1012": lambda codes: _pack_bits(codes, 2),
+    "rocmfp3": lambda codes: pack_bits(codes, 3),
+    "rocmfp2_s40": lambda codes: pack_bits(codes, 2),
+    "rocmfp2_m1012": lambda codes: pack_bits(codes, 2),
 }
 
 
@@ -369,7 +369,7 @@ def _affine(fmt: Format, rows_RW: F32, imatrix_W: F32 | None) -> U8:
     codes[~np.isfinite(codes)] = 0
     codes[:, zero] = 0
     s, o = np.where(zero, 0, s), np.where(zero, 0, o)
-    packed = _pack_bits(np.ascontiguousarray(codes.T).astype(np.uint8), 2)
+    packed = pack_bits(np.ascontiguousarray(codes.T).astype(np.uint8), 2)
     return np.concatenate((packed, np.stack((s, o), axis=1).astype(np.uint8)), axis=1)
 
 
