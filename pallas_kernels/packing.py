@@ -96,7 +96,7 @@ def index(q: QuantArray, i: Any) -> QuantArray:
     """
     if not q.lead:
         raise ValueError(f"index: {q.format} matrix of shape {q.shape} has no leading axis")
-    return q.map(lambda a: a[i])
+    return q.map(lambda a: a[i] if isinstance(i, int) else jnp.asarray(a)[i])
 
 
 def stack(parts: Sequence[QuantArray]) -> QuantArray:
@@ -594,6 +594,26 @@ def unpack(q: QuantArray, dtype: Any = jnp.float32) -> Array:
     if q.factor is not None:
         weights = weights * q.factor[..., None, None]
     return weights[..., : q.cols].astype(dtype)
+
+
+def take_rows(q: QuantArray, rows_T: Array, dtype: Any = jnp.float32) -> Array:
+    """Rows `rows_T` (int32) of one matrix, unpacked: an embedding lookup.
+
+    Returns: [T, K].
+    Raises: ValueError if `q` has leading axes.
+    """
+    if q.lead:
+        raise ValueError(f"take_rows: needs one matrix [N, K], not {q.format} {list(q.shape)}")
+    new: dict[str, Any] = {"codes": q.codes[rows_T], "rows": rows_T.shape[0]}
+    if formats.get(q.format).scale == "tile":
+        # A scale belongs to 128 rows: give each row a tile of its own.
+        one_each = jnp.repeat(q.codes[rows_T], 128, 0)
+        new = {"codes": one_each, "scales": q.scales[:, rows_T // 128], "rows": len(one_each)}
+        return unpack(dataclasses.replace(q, **new), dtype)[::128]
+    for name in ("scales", "mins", "supers"):
+        if getattr(q, name) is not None:
+            new[name] = getattr(q, name)[:, rows_T]
+    return unpack(dataclasses.replace(q, **new), dtype)
 
 
 def _codes(q: QuantArray, fmt: Format) -> Array:

@@ -121,3 +121,12 @@ def test_stack_index_and_concat_keep_the_weights() -> None:
 def test_errors_name_what_is_wrong(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(np.zeros((4, 18), np.uint8))
+
+
+@pytest.mark.parametrize("name", ["q4_k", "rocmfp4", "hf_fp8_e4m3_block128"])
+def test_take_rows_is_unpack_then_index(data_dir: Path, name: str) -> None:
+    packed, _, side = vector(data_dir, name)
+    q = packing.pack(name, packed, **side)
+    rows = np.asarray([3, packed.shape[0] - 1, 0, 3], np.int32)
+    got = np.asarray(jax.jit(packing.take_rows)(q, rows))
+    np.testing.assert_array_equal(got, np.asarray(unpack(q))[rows])

@@ -1,0 +1,108 @@
+"""Routed experts: against NumPy in float64; rows are independent, dead slots cost nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pallas_kernels import experts, packing
+from tests.test_kernel_dense import close, rows, weights
+
+LIMIT = 10.0
+
+
+def oracle(
+    x: npt.NDArray[Any],
+    ids: npt.NDArray[np.int32],
+    route: npt.NDArray[np.float32],
+    w1: npt.NDArray[Any],
+    w3: npt.NDArray[Any],
+    w2: npt.NDArray[Any],
+    first: int = 0,
+) -> npt.NDArray[np.float64]:
+    """The formula, pair by pair, in float64."""
+    y = np.zeros(x.shape, np.float64)
+    for t in range(x.shape[0]):
+        for s in range(ids.shape[1]):
+            e = ids[t, s] - first
+            if not 0 <= e < w1.shape[0]:
+                continue
+            gate = np.minimum(w1[e].astype(np.float64) @ x[t], LIMIT)
+            up = np.clip(w3[e].astype(np.float64) @ x[t], -LIMIT, LIMIT)
+            h = gate / (1 + np.exp(-gate)) * up * route[t, s]
+            y[t] += w2[e].astype(np.float64) @ h
+    return y
+
+
+def batch(t: int, experts_: int, slots: int, seed: int = 0) -> tuple[Any, Any]:
+    """Distinct expert numbers per row, and weights."""
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(experts_)[:slots] for _ in range(t)]).astype(np.int32)
+    return ids, rng.uniform(0.1, 1.5, ids.shape).astype(np.float32)
+
+
+def packed(kind: tuple[str, str], e: int, f: int, m: int) -> tuple[packing.QuantArray, ...]:
+    """Gate, up and down of `e` experts."""
+    return (
+        weights(kind[0], (e, f, m), 1),
+        weights(kind[0], (e, f, m), 2),
+        weights(kind[1], (e, m, f), 3),
+    )
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_reference_against_numpy(first: int) -> None:
+    q = packed(("rocmfp2_s40", "rocmfp3"), 5, 32, 64)
+    x = rows(13, 64) * 0.02
+    ids, route = batch(13, 9, 3)
+    ids[4] = -1
+    got = jax.jit(
+        lambda x, ids, route: experts.experts(
+            x, ids, route, *q, first_expert=first, limit=LIMIT, backend="reference"
+        )
+    )(x, ids, route)
+    plain = [np.asarray(packing.unpack(a)) for a in q]
+    close(got, oracle(x, ids, route, *plain, first=first), 1e-5)
+    assert not np.asarray(got)[4].any()
+
+
+def test_reference_rows_do_not_depend_on_their_neighbours() -> None:
+    q = packed(("mxfp4", "mxfp4"), 6, 64, 32)
+    x = rows(40, 32) * 0.02
+    ids, route = batch(40, 6, 2)
+    run = jax.jit(
+        lambda x, ids, route: experts.experts(x, ids, route, *q, limit=LIMIT, backend="reference")
+    )
+    whole = np.asarray(run(x, ids, route))
+    for t in (1, 8, 24):
+        at = np.random.default_rng(t).permutation(40)[:t]
+        np.testing.assert_array_equal(np.asarray(run(x[at], ids[at], route[at])), whole[at])
+
+
+def test_layers_of_a_stack() -> None:
+    parts = [packed(("rocmfp4", "rocmfp4"), 3, 32, 32), packed(("rocmfp4", "rocmfp4"), 3, 32, 32)]
+    parts[1] = tuple(p.map(lambda a: a ^ 0x01010101) for p in parts[1])
+    stacked = [packing.stack(p) for p in zip(*parts, strict=True)]
+    x = rows(8, 32) * 0.02
+    ids, route = batch(8, 3, 2)
+    args = (jnp.asarray(x), jnp.asarray(ids), jnp.asarray(route))
+    for i in (0, 1):
+        one = experts.experts(*args, *parts[i], limit=LIMIT, backend="reference")
+        many = experts.experts(*args, *stacked, layer=i, limit=LIMIT, backend="reference")
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(many))
+
+
+def test_shapes_that_disagree_are_named() -> None:
+    q = packed(("rocmfp4", "rocmfp4"), 3, 32, 64)
+    ids, route = batch(8, 3, 2)
+    with pytest.raises(ValueError, match="shapes do not fit: x \\[8, 32\\]"):
+        experts.experts(jnp.zeros((8, 32)), ids, route, *q, limit=LIMIT, backend="reference")
+    with pytest.raises(ValueError, match="need \\[L, E, N, K\\]"):
+        experts.experts(
+            jnp.zeros((8, 64)), ids, route, *q, layer=0, limit=LIMIT, backend="reference"
+        )
