@@ -1,0 +1,967 @@
+"""Who runs next: the scheduler of lanes over one executor. Lists and integers, no JAX, no sockets.
+
+`Scheduler.turn` does one round of work: take in commands, enforce deadlines, admit, plan, dispatch
+one step, read the step before it. It runs in one thread (the engine thread of the server, or the
+caller of `run` in a one-shot command); `submit`, `cancel` and the other commands may come from any
+thread. Time comes from an injected clock, so every behaviour can be tested without waiting.
+
+What a lane computes never depends on what is decided here; only when it is computed does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ds4jax import config, refusals
+from ds4jax import plan as plan_lib
+from ds4jax.plan import Chunk, DecodeRow, Executor, LaneRef, LaneResult, LaneSpec, StepPlan
+from ds4jax.request import (
+    Ended,
+    Event,
+    Failed,
+    Finish,
+    Phase,
+    Progress,
+    Request,
+    ServiceError,
+    Started,
+    Tokens,
+)
+from ds4jax.telemetry import Counters, LaneView, SlotState, Snapshot, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Policy knobs. Times in seconds.
+
+    Raises:
+        ConfigError: listing every value out of range.
+    """
+
+    max_waiting: int = 64  # requests
+    coalesce: float = 0.020  # idle window before the first plan; 0: none
+    decode_steps_per_chunk: int = 8
+    max_prefill_lanes: int = 2
+    slow_client_grace: float = 30.0
+    watchdog: float = 60.0
+    self_test_retry: float = 30.0
+    check_invariants: bool = False  # page books after every turn (tests)
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, low in (
+            ("max_waiting", 1), ("coalesce", 0), ("decode_steps_per_chunk", 1),
+            ("max_prefill_lanes", 1), ("slow_client_grace", 0), ("watchdog", 0.001),
+            ("self_test_retry", 0),
+        ):  # fmt: skip
+            if not getattr(self, name) >= low:
+                problems.append(f"{name} is {getattr(self, name)}, must be at least {low}")
+        if problems:
+            raise config.ConfigError("scheduler", problems)
+
+
+_LOG = logging.getLogger(__name__)
+_RUNNING = (SlotState.RESERVED, SlotState.PREFILL, SlotState.DECODE, SlotState.SUSPENDED)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Lane:
+    """One candidate. `dispatched_*` count what plans have asked for, `outputs` what has arrived."""
+
+    request: Request
+    spec: LaneSpec
+    order: int
+    state: SlotState = SlotState.WAITING
+    ref: LaneRef | None = None
+    in_flight: int = 0
+    dispatched_known: int = 0
+    dispatched_out: int = 0
+    outputs: list[int] = field(default_factory=list)
+    known: int = 0  # tokens that prefill covers
+    snapshot: Any | None = None
+    paused: bool = False  # by an operator
+    suspended_at: float | None = None
+    admitted_at: float | None = None
+    ended: bool = False  # its last event is out
+    test: bool = False  # the self-test
+
+    @property
+    def wants_decode(self) -> bool:
+        return self.state is SlotState.DECODE and self.dispatched_out < self.spec.max_output_tokens
+
+
+@dataclass(eq=False)
+class _InFlight:
+    handle: plan_lib.StepHandle
+    plan: StepPlan
+    lanes: tuple[_Lane, ...]
+    dispatched_at: float
+
+
+_SELF_TEST_TOKENS = np.array([0, 1], np.int32)
+
+
+class Scheduler:
+    """Shares one executor among requests.
+
+    Args:
+        executor: used by the thread that calls `turn` only.
+        settings: policy.
+        clock: monotonic seconds.
+        observer: called with every finished step's record.
+        on_health: called with (healthy, reason) on every change.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        settings: SchedulerConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        observer: Callable[[StepRecord], None] = lambda record: None,
+        on_health: Callable[[bool, str], None] = lambda healthy, reason: None,
+    ) -> None:
+        self.executor = executor
+        self.limits = executor.limits
+        self.settings = settings or SchedulerConfig()
+        self.clock = clock
+        self.counters = Counters()
+        self.wake = threading.Condition()
+        self._observer = observer
+        self._on_health = on_health
+        self._inbox: deque[Callable[[], None]] = deque()  # guarded by wake
+        self._active: dict[str, Request] = {}  # guarded by wake
+        self._waiting_requests = 0  # guarded by wake
+        self._open: dict[Request, int] = {}  # candidates not ended, per request
+        self._lanes: dict[LaneRef, _Lane] = {}
+        self._waiting: deque[_Lane] = deque()
+        self._parked: list[_Lane] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._orders = 0
+        self._window_until: float | None = None
+        self._last_chunk_order = -1
+        self._decode_credit = 0
+        self._last_done = 0.0
+        self._last_seconds = {"prefill": 0.0, "decode": 0.0}
+        self._mean_service = 0.0
+        self._healthy = True
+        self._draining: Callable[[], ServiceError] | None = None
+        self._test_reference: int | None = None
+        self._test_due: float | None = None
+        self._testing = False
+        self._needs_reset = False
+        self._freed = False  # the last turn made room for somebody
+        self._published: Snapshot | None = None
+
+    # ---- commands, from any thread -------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ServiceError: refused (full, draining, unhealthy, impossible, duplicate id, too late).
+        """
+        now = self.clock()
+        request.arrival = now
+        error = refusals.impossible(request, self.limits)
+        if error is not None:
+            raise error
+        if request.deadline is not None and request.deadline <= now + self.estimate_wait():
+            raise refusals.deadline_not_met(request.deadline - now, self.estimate_wait())
+        total = len(request.lanes[0].prompt)
+        with self.wake:
+            self._refuse_now(request)
+            request.progress = Progress(Phase.QUEUED, self._waiting_requests, 0, total)
+            request.stream.on_drained = self._wake_up
+            self._active[request.id] = request
+            self._waiting_requests += 1
+            self._inbox.append(lambda: self._enqueue(request))
+            self.wake.notify()
+
+    def cancel(
+        self, request: Request, cause: str = "client", error: ServiceError | None = None
+    ) -> None:
+        """End a request in whatever state it is; `error`, if given, is its last event."""
+        self._command(lambda: self._end_request(request, cause, error))
+
+    def stop_candidate(self, request: Request, candidate: int) -> None:
+        """The consumer has what it wanted (a stop string matched): end without an event."""
+
+        def act() -> None:
+            for lane in self._all_lanes():
+                if lane.request is request and lane.spec.candidate == candidate:
+                    self._end_lane(lane, None)
+
+        self._command(act)
+
+    def pause(self, request: Request, paused: bool) -> None:
+        """Operator pause: suspend the request's lanes, or let them go on."""
+
+        def act() -> None:
+            for lane in self._all_lanes():
+                if lane.request is request:
+                    lane.paused = paused
+
+        self._command(act)
+
+    def park(self, request: Request) -> None:
+        """Operator preemption: park the request's decoding lanes as if pages had run out."""
+
+        def act() -> None:
+            self._read_all()
+            for lane in list(self._lanes.values()):
+                if lane.request is request and lane.state in (
+                    SlotState.DECODE,
+                    SlotState.SUSPENDED,
+                ):
+                    self._park(lane)
+
+        self._command(act)
+
+    def drain(self, error: Callable[[], ServiceError] | None = None) -> None:
+        """Refuse new and queued requests with `error()` (default DRAINING); live ones finish."""
+        with self.wake:
+            self._draining = error or refusals.draining
+        self._command(self._refuse_waiting)
+
+    def shut_down(self, error: Callable[[], ServiceError]) -> None:
+        """End everything that is still there with `error()`."""
+
+        def act() -> None:
+            for request in list(self._open):
+                self._end_request(request, "shutdown", error())
+
+        self.drain(error)
+        self._command(act)
+
+    def fail_hung_step(self) -> bool:
+        """Watchdog, from another thread: if a step is overdue, fail its requests without waiting.
+
+        Returns: whether one was. The lanes themselves are retired once the step returns.
+        """
+        try:
+            step = self._in_flight[0]
+        except IndexError:
+            return False
+        started = max(step.dispatched_at, self._last_done)
+        if self.clock() - started <= self.settings.watchdog:
+            return False
+        self._set_health(False, "a step is overdue")
+        for lane in step.lanes:
+            lane.request.stream.put(Failed(self.clock(), self._watchdog_error()))
+        return True
+
+    @property
+    def healthy(self) -> bool:
+        """Whether new requests are welcome, as far as the device goes."""
+        return self._healthy
+
+    @property
+    def draining(self) -> bool:
+        """Whether `drain` was called."""
+        return self._draining is not None
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self._waiting_requests
+
+    @property
+    def active(self) -> int:
+        """Requests that have not ended, queued ones included."""
+        return len(self._active)
+
+    def latest(self) -> Snapshot | None:
+        """The last published state; at most a quarter of a second old while steps run."""
+        return self._published
+
+    # ---- refusals ------------------------------------------------------------------------------
+
+    def _refuse_now(self, request: Request) -> None:
+        """Checks that need the lock."""
+        if self._draining is not None:
+            raise self._draining()
+        if not self._healthy and not self._testing:
+            raise refusals.unhealthy("it runs again shortly", self.settings.self_test_retry)
+        if request.id in self._active:
+            raise refusals.duplicate_id(request.id)
+        waiting, limit = self._waiting_requests, self.settings.max_waiting
+        if waiting >= limit:
+            raise refusals.queue_full(waiting, limit, self.estimate_wait())
+
+    def estimate_wait(self) -> float:
+        """Seconds until a request that arrives now would start, from how long lanes took so far."""
+        ahead = self._waiting_requests - (self.limits.num_slots - len(self._lanes))
+        if ahead < 0:
+            return 0.0
+        return (ahead + 1) * self._mean_service / self.limits.num_slots
+
+    # ---- one turn ------------------------------------------------------------------------------
+
+    def turn(self) -> float | None:
+        """One round of work.
+
+        Returns: seconds after which the next turn should come at the latest (0: at once), or None
+        if only a command can bring new work.
+        """
+        began = self.clock()
+        c = self.counters
+        elsewhere = c.wait_seconds + c.dispatch_seconds
+        steps = c.steps
+        try:
+            dispatched = self._work()
+        except Exception as error:  # an executor call outside of a step
+            if self.settings.check_invariants:
+                raise
+            _LOG.exception("the executor failed between steps")
+            self._device_failed(error)
+            dispatched = False
+        now = self.clock()
+        if dispatched or c.steps > steps:
+            c.host_seconds += now - began - (c.wait_seconds + c.dispatch_seconds - elsewhere)
+        self._publish(now)
+        return self._next_wake(now)
+
+    def _work(self) -> bool:
+        self._take_commands()
+        now = self.clock()
+        self._expire(now)
+        self._update_suspensions(now)
+        self._free_retiring()
+        self._run_self_test(now)
+        self._admit(now)
+        dispatched = self._dispatch()
+        if self._in_flight and (len(self._in_flight) > 1 or not dispatched):
+            self._read_oldest()
+        self._freed = self._free_retiring()
+        if self.settings.check_invariants:
+            self._check()
+        return dispatched
+
+    def run(self, request: Request) -> Iterator[Event]:
+        """Submit, and do the turns in this thread until the request has ended. For one-shot use.
+
+        Raises:
+            ServiceError: the request was refused or failed.
+        """
+        self.submit(request)
+        done = 0
+        try:
+            while done < len(request.lanes):
+                delay = self.turn()
+                while (event := request.stream.pop()) is not None:
+                    if isinstance(event, Failed):
+                        done = len(request.lanes)
+                        raise event.error
+                    done += isinstance(event, Ended)
+                    yield event
+                if delay and done < len(request.lanes):
+                    time.sleep(delay)
+        finally:
+            if done < len(request.lanes):
+                self.cancel(request)
+            while self.turn() == 0.0:
+                pass
+
+    def self_test(self) -> None:
+        """Start-up test: one greedy token of a fixed prompt; its id is what later tests must give.
+
+        Raises:
+            ServiceError: it did not finish with a finite result.
+        """
+        request = self._self_test_request()
+        token = None
+        lane = self._make_lane(request, request.lanes[0], test=True)
+        self._open[request] = 1
+        self._waiting.append(lane)
+        while not lane.ended:
+            self.turn()
+        for event in iter(request.stream.pop, None):
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Tokens):
+                token = event.tokens[0].token
+        self._test_reference = token
+
+    def _command(self, action: Callable[[], None]) -> None:
+        with self.wake:
+            self._inbox.append(action)
+            self.wake.notify()
+
+    def _wake_up(self) -> None:
+        with self.wake:
+            self.wake.notify()
+
+    def _take_commands(self) -> None:
+        while True:
+            with self.wake:
+                if not self._inbox:
+                    return
+                action = self._inbox.popleft()
+            action()
+
+    def _next_wake(self, now: float) -> float | None:
+        with self.wake:
+            commands = bool(self._inbox)
+        ready = any(not self._blocked(x) for x in self._parked) and not self._lanes
+        ready = ready or self._freed or commands or bool(self._in_flight)
+        if ready or self._prefill_lanes() or self._decode_lanes():
+            return 0.0
+        times = []
+        for request in self._open:
+            if request.deadline is not None:
+                times.append(request.deadline)
+            if request.time_limit is not None:
+                times.append(request.arrival + request.time_limit)
+        for lane in self._all_lanes():
+            if lane.suspended_at is not None and not lane.paused:
+                times.append(lane.suspended_at + self.settings.slow_client_grace)
+        if self._window_until is not None:
+            times.append(self._window_until)
+        if self._test_due is not None:
+            times.append(self._test_due)
+        return max(0.001, min(times) - now) if times else None
+
+    # ---- queue, admission ----------------------------------------------------------------------
+
+    def _enqueue(self, request: Request) -> None:
+        if self._draining is not None:
+            self._drop(request, self._draining())
+            return
+        self.counters.requests += 1
+        self._open[request] = len(request.lanes)
+        for spec in request.lanes:
+            self._waiting.append(self._make_lane(request, spec))
+        self._number_queue()
+
+    def _make_lane(self, request: Request, spec: LaneSpec, test: bool = False) -> _Lane:
+        self._orders += 1
+        return _Lane(
+            request=request, spec=spec, order=self._orders, known=len(spec.prompt), test=test
+        )
+
+    def _number_queue(self) -> None:
+        position, last = -1, None
+        for lane in self._waiting:
+            if lane.request is not last and lane.request.progress.phase is Phase.QUEUED:
+                position, last = position + 1, lane.request
+                lane.request.progress = Progress(Phase.QUEUED, position, 0, lane.known)
+
+    def _admit(self, now: float) -> None:
+        """Restore parked lanes, oldest first, then take newcomers in strict order of arrival."""
+        if self._needs_reset:
+            return
+        for lane in sorted(self._parked, key=lambda x: x.order):
+            if self._blocked(lane):
+                continue
+            if not self._restore(lane) and not self._restore_for_suspended(lane):
+                return
+        if not self._waiting:
+            self._window_until = None
+            return
+        if self._coalescing(now):
+            return
+        while self._waiting and self._admit_one(self._waiting[0], now):
+            self._waiting.popleft()
+            self._number_queue()
+
+    def _coalescing(self, now: float) -> bool:
+        if self._lanes or self._parked or self._waiting[0].test:
+            self._window_until = None
+            return False
+        if self._window_until is None:
+            self._window_until = self._waiting[0].request.arrival + self.settings.coalesce
+        if now < self._window_until:
+            return True
+        self._window_until = None
+        return False
+
+    def _admit_one(self, lane: _Lane, now: float) -> bool:
+        if self._testing and not lane.test:
+            return False
+        ref = self.executor.admit(lane.spec)
+        if ref is None:
+            return False
+        self._seat(lane, ref, SlotState.RESERVED)
+        lane.admitted_at = now
+        request = lane.request
+        if request.progress.phase is Phase.QUEUED:
+            request.progress = Progress(Phase.PREFILL, 0, 0, lane.known)
+            if not lane.test:
+                with self.wake:
+                    self._waiting_requests -= 1
+            request.stream.put(Started(now, now - request.arrival))
+        return True
+
+    def _seat(self, lane: _Lane, ref: LaneRef, state: SlotState) -> None:
+        lane.ref, lane.state = ref, state
+        self._lanes[ref] = lane
+
+    # ---- parking -------------------------------------------------------------------------------
+
+    def _blocked(self, lane: _Lane) -> bool:
+        """Whether a lane may not run for its client's or an operator's sake."""
+        return lane.paused or (lane.suspended_at is not None)
+
+    def _park(self, lane: _Lane) -> None:
+        """Release slot and pages; requires that no step in flight names the lane."""
+        assert lane.ref is not None and not lane.in_flight
+        lane.snapshot = self.executor.park(lane.ref)
+        del self._lanes[lane.ref]
+        lane.ref, lane.state = None, SlotState.PARKED
+        self._parked.append(lane)
+        self.counters.preemptions += 1
+
+    def _restore(self, lane: _Lane) -> bool:
+        if lane.snapshot is not None:
+            ref = self.executor.restore(lane.spec, lane.snapshot)
+            state = SlotState.DECODE
+        else:
+            spec = replace(lane.spec, replay=np.array(lane.outputs, np.int32))
+            ref = self.executor.admit(spec)
+            state = SlotState.RESERVED
+        if ref is None:
+            return False
+        if lane.snapshot is None:
+            lane.known = len(lane.spec.prompt) + max(0, len(lane.outputs) - 1)
+            lane.dispatched_known = 0
+            lane.dispatched_out = len(lane.outputs) - 1
+        lane.snapshot = None
+        self._parked.remove(lane)
+        self._seat(lane, ref, state)
+        return True
+
+    def _restore_for_suspended(self, lane: _Lane) -> bool:
+        """Restore at the cost of lanes whose clients do not read: they are parked instead."""
+        held = [x for x in self._lanes.values() if x.state is SlotState.SUSPENDED]
+        for victim in sorted(held, key=lambda x: -x.order):
+            if not victim.in_flight:
+                self._park(victim)
+                if self._restore(lane):
+                    return True
+        return False
+
+    def _make_room(self) -> plan_lib.PlanLimits | None:
+        """Limits of the next decode step, parking the youngest lanes until its pages are there."""
+        while True:
+            rows = self._decode_lanes()
+            if not rows:
+                return None
+            limits = self.executor.plan_limits([lane.ref for lane in rows if lane.ref])
+            if not limits.lacking:
+                return limits
+            if self._in_flight:  # results may end lanes, and a parked lane must be at rest
+                self._read_all()
+                self._free_retiring()
+                continue
+            held = [x for x in self._lanes.values() if x.state is SlotState.SUSPENDED]
+            self._park(max(held or rows, key=lambda x: x.order))
+
+    # ---- planning ------------------------------------------------------------------------------
+
+    def _decode_lanes(self) -> list[_Lane]:
+        rows = [lane for lane in self._lanes.values() if lane.wants_decode]
+        return sorted(rows, key=lambda x: x.order)
+
+    def _prefill_lanes(self) -> list[_Lane]:
+        """The oldest lanes with chunks to dispatch, at most `max_prefill_lanes`."""
+        pending = [
+            lane for lane in self._lanes.values()
+            if lane.state in (SlotState.RESERVED, SlotState.PREFILL)
+            and lane.dispatched_known < lane.known and not lane.paused
+        ]  # fmt: skip
+        return sorted(pending, key=lambda x: x.order)[: self.settings.max_prefill_lanes]
+
+    def _dispatch(self) -> bool:
+        """Plan and dispatch one step. False if there is no work, or a result has to come first."""
+        prefill, decode = self._prefill_lanes(), self._decode_lanes()
+        if prefill and (not decode or self._decode_credit <= 0):
+            if any(step.plan.chunk for step in self._in_flight):
+                return False  # chunks are long: a cancel must not wait for two of them
+            return self._dispatch_chunk(prefill)
+        if not decode:
+            return False
+        limits = self._make_room()
+        if limits is None:
+            return False
+        lanes = self._decode_lanes()
+        self._decode_credit -= 1
+        rows = tuple(DecodeRow(lane.ref) for lane in lanes if lane.ref is not None)
+        return self._step(StepPlan(decode=rows, drafts=limits.drafts), lanes)
+
+    def _dispatch_chunk(self, prefill: list[_Lane]) -> bool:
+        later = [x for x in prefill if x.order > self._last_chunk_order]
+        lane = (later or prefill)[0]
+        assert lane.ref is not None
+        self._last_chunk_order = lane.order
+        self._decode_credit = self.settings.decode_steps_per_chunk
+        start = lane.dispatched_known
+        stop = min(start + self.limits.chunk_tokens, lane.known)
+        chunk = Chunk(lane.ref, start, stop, last=stop == lane.known)
+        lane.state = SlotState.PREFILL
+        return self._step(StepPlan(chunk=chunk), [lane])
+
+    def _step(self, plan: StepPlan, lanes: list[_Lane]) -> bool:
+        before = self.clock()
+        try:
+            handle = self.executor.step(plan)
+        except plan_lib.PlanError as error:
+            for lane in lanes:
+                self._fail_lane(lane, refusals.device_error(f"a plan was refused: {error}"))
+            return False
+        except Exception as error:
+            self._device_failed(error)
+            return False
+        now = self.clock()
+        self.counters.dispatch_seconds += now - before
+        self._in_flight.append(_InFlight(handle, plan, tuple(lanes), before))
+        for lane in lanes:
+            lane.in_flight += 1
+            if plan.chunk is None:
+                lane.dispatched_out += 1
+            else:
+                lane.dispatched_known = plan.chunk.stop
+                if plan.chunk.last:
+                    lane.state = SlotState.DECODE
+                    lane.dispatched_out += 1
+        return True
+
+    # ---- results -------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        while self._in_flight:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        step = self._in_flight[0]
+        before = self.clock()
+        try:
+            result = step.handle.result()
+        except Exception as error:
+            self._device_failed(error)
+            return
+        now = self.clock()
+        self._in_flight.popleft()
+        seconds = now - max(step.dispatched_at, self._last_done)
+        self._last_done = now
+        self._count_step(step, result, seconds, now - before)
+        for lane, lane_result in zip(step.lanes, result.lanes, strict=True):
+            lane.in_flight -= 1
+            if lane.ref != lane_result.lane or lane.ended:
+                self.counters.dropped_results += 1
+            elif seconds > self.settings.watchdog:
+                self.counters.watchdog += 1
+                self._fail_lane(lane, self._watchdog_error(), unhealthy="a step was overdue")
+            elif not lane_result.finite:
+                self.counters.non_finite += 1
+                self._fail_lane(lane, refusals.non_finite(), unhealthy="non-finite logits")
+            else:
+                self._accept(lane, step.plan.chunk, lane_result, now)
+
+    def _accept(self, lane: _Lane, chunk: Chunk | None, result: LaneResult, now: float) -> None:
+        if chunk is not None:
+            if lane.request.progress.phase is Phase.PREFILL and not lane.spec.candidate:
+                done = min(chunk.stop, len(lane.spec.prompt))
+                lane.request.progress = Progress(Phase.PREFILL, 0, done, len(lane.spec.prompt))
+            if not chunk.last:
+                return
+            lane.request.progress = replace(lane.request.progress, phase=Phase.DECODE)
+        if lane.spec.max_output_tokens == 0:
+            self._end_lane(lane, Ended(now, lane.spec.candidate, Finish.LENGTH))
+            return
+        tokens = result.tokens
+        if chunk is not None and lane.outputs:  # the end of a replay repeats its last token
+            if tokens[0].token != lane.outputs[-1]:
+                error = refusals.device_error(
+                    f"token {len(lane.outputs) - 1} was {lane.outputs[-1]} and came out as"
+                    f" {tokens[0].token} when the lane was computed again"
+                )
+                self._fail_lane(lane, error)
+            return
+        kept, end = [], None
+        for token in tokens:
+            lane.outputs.append(token.token)
+            kept.append(token)
+            if token.token in lane.spec.stop_ids:
+                end = Ended(now, lane.spec.candidate, Finish.STOP, token.token)
+            elif len(lane.outputs) >= lane.spec.max_output_tokens:
+                end = Ended(now, lane.spec.candidate, Finish.LENGTH)
+            if end is not None:
+                break
+        lane.dispatched_out = max(lane.dispatched_out, len(lane.outputs))
+        self.counters.output_tokens += len(kept)
+        lane.request.stream.put(
+            Tokens(
+                now, lane.spec.candidate, tuple(kept),
+                result.proposed, result.verified, result.accepted,
+            )
+        )  # fmt: skip
+        if end is not None:
+            self._end_lane(lane, end)
+
+    def _count_step(
+        self, step: _InFlight, result: plan_lib.StepResult, seconds: float, wait: float
+    ) -> None:
+        c, phase = self.counters, "prefill" if step.plan.chunk else "decode"
+        c.steps += 1
+        c.rows_real += result.rows
+        c.rows_padded += result.bucket - result.rows
+        c.wait_seconds += wait
+        if step.plan.chunk:
+            c.prefill_steps += 1
+            c.prefill_tokens += step.plan.chunk.stop - step.plan.chunk.start
+            c.prefill_seconds += seconds
+        else:
+            c.decode_steps += 1
+            c.decode_seconds += seconds
+        for lane in result.lanes:
+            c.proposed += lane.proposed
+            c.verified += lane.verified
+            c.accepted += lane.accepted
+            c.spec_steps += lane.verified > 0
+            for depth in range(lane.verified):
+                c.verified_at[depth] = c.verified_at.get(depth, 0) + 1
+            for depth in range(lane.accepted):
+                c.accepted_at[depth] = c.accepted_at.get(depth, 0) + 1
+        self._last_seconds[phase] = seconds
+        self._observer(
+            StepRecord(
+                phase=phase, rows=result.rows, bucket=result.bucket, lanes=len(step.lanes),
+                seconds=seconds, wait=wait, drafts=sum(x.verified for x in result.lanes),
+            )
+        )  # fmt: skip
+
+    # ---- ends ----------------------------------------------------------------------------------
+
+    def _all_lanes(self) -> list[_Lane]:
+        return [*self._lanes.values(), *self._waiting, *self._parked]
+
+    def _end_lane(self, lane: _Lane, event: Event | None) -> None:
+        """Last event of a candidate (None: nobody listens); its slot goes when it is at rest."""
+        if lane.ended:
+            return
+        lane.ended = True
+        if lane.state is SlotState.WAITING:
+            self._waiting.remove(lane)
+            self._number_queue()
+        elif lane.state is SlotState.PARKED:
+            self._parked.remove(lane)
+            lane.snapshot = None
+        else:
+            lane.state = SlotState.RETIRING
+        if lane.admitted_at is not None and not lane.test:
+            took = self.clock() - lane.admitted_at
+            self._mean_service = took if not self._mean_service else (
+                0.8 * self._mean_service + 0.2 * took
+            )  # fmt: skip
+        if event is not None:
+            lane.request.stream.put(event)
+        self._close_candidate(lane.request)
+
+    def _close_candidate(self, request: Request) -> None:
+        self._open[request] -= 1
+        if self._open[request]:
+            return
+        del self._open[request]
+        with self.wake:
+            if self._active.get(request.id) is request:
+                del self._active[request.id]
+                if request.progress.phase is Phase.QUEUED:
+                    self._waiting_requests -= 1
+
+    def _end_request(self, request: Request, cause: str, error: ServiceError | None) -> None:
+        lanes = [x for x in self._all_lanes() if x.request is request and not x.ended]
+        if not lanes:
+            return
+        if cause:
+            self.counters.cancelled[cause] = self.counters.cancelled.get(cause, 0) + 1
+        if error is not None:
+            request.stream.put(Failed(self.clock(), error))
+        for lane in lanes:
+            self._end_lane(lane, None)
+
+    def _drop(self, request: Request, error: ServiceError) -> None:
+        """End a request that never became lanes."""
+        self._open[request] = 1
+        request.stream.put(Failed(self.clock(), error))
+        self._close_candidate(request)
+
+    def _fail_lane(self, lane: _Lane, error: ServiceError, unhealthy: str = "") -> None:
+        """End the lane's whole request with an error; the other requests go on."""
+        if unhealthy:
+            self._set_health(False, unhealthy)
+            self._test_due = self.clock()
+        if lane.test:
+            lane.request.stream.put(Failed(self.clock(), error))
+            self._end_lane(lane, None)
+        else:
+            self._end_request(lane.request, "", error)
+
+    def _refuse_waiting(self) -> None:
+        assert self._draining is not None
+        waiting = {x.request: None for x in self._waiting if not x.test}
+        for request in waiting:
+            if request.progress.phase is Phase.QUEUED:
+                self._end_request(request, "draining", self._draining())
+
+    def _free_retiring(self) -> bool:
+        freed = False
+        for ref, lane in list(self._lanes.items()):
+            if lane.state is SlotState.RETIRING and not lane.in_flight:
+                self.executor.retire(ref)
+                del self._lanes[ref]
+                freed = True
+        return freed
+
+    def _expire(self, now: float) -> None:
+        """Deadlines, time limits, and clients that have been slow for too long."""
+        for request in list(self._open):
+            if request.deadline is not None and now >= request.deadline:
+                error = refusals.deadline_passed(now - request.arrival)
+                self._end_request(request, "deadline", error)
+            elif request.time_limit is not None and now >= request.arrival + request.time_limit:
+                if request.progress.phase is Phase.QUEUED:
+                    request.stream.put(Started(now, now - request.arrival))
+                for lane in [x for x in self._all_lanes() if x.request is request]:
+                    self._end_lane(lane, Ended(now, lane.spec.candidate, Finish.TIME_LIMIT))
+
+    def _update_suspensions(self, now: float) -> None:
+        grace = self.settings.slow_client_grace
+        for lane in [x for x in self._all_lanes() if not x.ended]:
+            stream = lane.request.stream
+            if lane.suspended_at is None and stream.full and lane.state is SlotState.DECODE:
+                lane.suspended_at = now
+            elif lane.suspended_at is not None and stream.below_half:
+                lane.suspended_at = None
+            if lane.suspended_at is not None and now - lane.suspended_at >= grace:
+                self.counters.slow_clients += 1
+                error = refusals.slow_client(stream.unread, grace)
+                self._end_request(lane.request, "slow_client", error)
+            self._hold(lane)
+
+    def _hold(self, lane: _Lane) -> None:
+        """Make the lane's state agree with whether it may run."""
+        if lane.ref is None:
+            return
+        if self._blocked(lane) and lane.state is SlotState.DECODE:
+            lane.state = SlotState.SUSPENDED
+            self.executor.suspend(lane.ref)
+            self.counters.suspensions += 1
+        elif lane.state is SlotState.SUSPENDED and not self._blocked(lane):
+            lane.state = SlotState.DECODE
+            self.executor.resume(lane.ref)
+
+    # ---- faults and the self-test --------------------------------------------------------------
+
+    def _device_failed(self, error: Exception) -> None:
+        """A step raised: every live lane is lost, the cache is made new, then tested."""
+        self.counters.device_errors += 1
+        self._set_health(False, f"device error: {error}")
+        self._in_flight.clear()
+        for lane in list(self._lanes.values()):
+            lane.in_flight = 0
+            self._fail_lane(
+                lane, refusals.device_error(f"the device failed: {type(error).__name__}")
+            )
+        self._lanes.clear()
+        self._needs_reset = True
+        if self._test_due is None:
+            self._test_due = self.clock()
+
+    def _set_health(self, healthy: bool, reason: str) -> None:
+        if self._healthy != healthy:
+            self._healthy = healthy
+            self.counters.health_changes += 1
+            self._on_health(healthy, reason)
+
+    def _run_self_test(self, now: float) -> None:
+        """Put the self-test in front of the queue when one is due."""
+        if self._test_due is None or self._testing or now < self._test_due:
+            return
+        self._test_due = None
+        self.counters.self_tests += 1
+        if self._needs_reset:
+            try:
+                self.executor.reset()
+            except Exception as error:
+                self._test_failed(f"the cache could not be made new: {error}")
+                return
+            self._needs_reset = False
+        self._testing = True
+        request = self._self_test_request()
+        self._open[request] = 1
+        self._waiting.appendleft(self._make_lane(request, request.lanes[0], test=True))
+        request.stream.notify = lambda: self._judge_self_test(request)
+
+    def _self_test_request(self) -> Request:
+        prompt = np.minimum(_SELF_TEST_TOKENS, self.limits.vocab_size - 1)
+        prompt = prompt[: max(1, self.limits.max_ctx - 1)].astype(np.int32)
+        sampling = config.SamplingParams(temperature=0.0, seed=0)
+        spec = LaneSpec(prompt=prompt, sampling=sampling, max_output_tokens=1, speculate=False)
+        return Request(id="", lanes=(spec,), arrival=self.clock())
+
+    def _judge_self_test(self, request: Request) -> None:
+        event = request.stream.pop()
+        if isinstance(event, Tokens):
+            token = event.tokens[0].token
+            self._testing = False
+            if self._test_reference in (None, token):
+                self._set_health(True, "self-test passed")
+            else:
+                self._test_failed(f"token {token}, at start it was {self._test_reference}")
+        elif isinstance(event, Failed):
+            self._testing = False
+            self._test_failed(event.error.message)
+
+    def _test_failed(self, why: str) -> None:
+        self._test_due = self.clock() + self.settings.self_test_retry
+        waiting = {x.request: None for x in self._waiting if not x.test}
+        for request in waiting:
+            error = refusals.unhealthy(why, self.settings.self_test_retry)
+            self._end_request(request, "unhealthy", error)
+
+    def _watchdog_error(self) -> ServiceError:
+        return refusals.device_error(f"a step took longer than {self.settings.watchdog:g} s")
+
+    # ---- views ---------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """State now; from the engine thread only."""
+        lanes = sorted((x for x in self._all_lanes() if not x.test), key=lambda x: x.order)
+        views = tuple(
+            LaneView(
+                request_id=x.request.id, candidate=x.spec.candidate,
+                slot=x.ref.slot if x.ref else None, state=x.state,
+                prompt_tokens=len(x.spec.prompt),
+                prefilled_tokens=min(x.dispatched_known, len(x.spec.prompt)),
+                output_tokens=len(x.outputs),
+            )
+            for x in lanes
+        )  # fmt: skip
+        return Snapshot(
+            at=self.clock(), healthy=self._healthy, draining=self.draining,
+            waiting=self._waiting_requests, lanes=views, pages=self.executor.page_counts(),
+            num_slots=self.limits.num_slots, output_tokens=self.counters.output_tokens,
+            steps=self.counters.steps, last_decode_seconds=self._last_seconds["decode"],
+            last_prefill_seconds=self._last_seconds["prefill"],
+        )  # fmt: skip
+
+    def _publish(self, now: float) -> None:
+        old = self._published
+        if old is None or now - old.at >= 0.25 or not self._lanes:
+            self._published = self.snapshot()
+
+    def _check(self) -> None:
+        counts = self.executor.page_counts()
+        if counts.free + counts.owned != counts.total:
+            raise AssertionError(f"pages do not add up: {counts}")
+        for lane in self._lanes.values():
+            assert lane.ref is not None and lane.state in (*_RUNNING, SlotState.RETIRING)
