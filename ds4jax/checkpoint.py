@@ -75,6 +75,7 @@ class Checkpoint:
     config: dict[str, Any]
     inference_config: dict[str, Any] | None
     tensors: dict[str, CheckpointTensor]
+    index: dict[str, str]  # shard of each tensor as the index says; empty without an index
     notes: tuple[str, ...] = ()
     _maps: dict[str, npt.NDArray[np.uint8]] = field(repr=False)
 
@@ -100,25 +101,53 @@ class Checkpoint:
         return flat.view(DTYPES[t.dtype][1]).reshape(t.shape)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], problems: list[Problem] | None = None
+) -> Checkpoint:
     """Opens a checkpoint directory and checks its config, its index and every shard header.
+
+    Args:
+        path: the directory.
+        problems: None: anything wrong raises. A list: findings are appended to it, and what can be
+            read of the directory is returned (the config without the weights, for example).
 
     Raises:
         ModelFileError: with everything found wrong: no directory, no or invalid config, missing
             shards, invalid JSON, headers longer than the file, unknown dtypes, tensors outside
-            the file, overlapping, named twice, or not where the index says.
+            the file, overlapping, named twice, or not where the index says. With a list given,
+            only if there is no usable config.
     """
     root = Path(path)
-    problems: list[Problem] = []
+    found: list[Problem] = []
     if not os.path.isdir(root):
-        found = "a file" if os.path.exists(root) else "no such directory"
-        raise ModelFileError(
-            str(root),
-            [Problem(file=str(root), where="", found=found, expected="a checkpoint directory")],
-        )
+        what = "a file" if os.path.exists(root) else "no such directory"
+        _add(found, str(root), "", what, "a checkpoint directory", "check the path")
+        raise ModelFileError(str(root), found)
     notes: list[str] = []
-    config, inference = _configs(root, problems, notes)
-    names, index = _shards(root, problems, notes)
+    config, inference = _configs(root, found, notes)
+    names, index = _shards(root, found, notes)
+    tensors, maps = _open_shards(root, names, found, notes)
+    _check_index(index, tensors, set(maps), found)
+    if found and (problems is None or not config):
+        raise ModelFileError(str(root), found)
+    if problems is not None:
+        problems.extend(found)
+    return Checkpoint(
+        path=root,
+        files=tuple(root / name for name in names),
+        config=config,
+        inference_config=inference,
+        tensors=tensors,
+        index=index,
+        notes=tuple(notes),
+        _maps=maps,
+    )
+
+
+def _open_shards(
+    root: Path, names: list[str], problems: list[Problem], notes: list[str]
+) -> tuple[dict[str, CheckpointTensor], dict[str, npt.NDArray[np.uint8]]]:
+    """Tensors by name and mappings by file of every shard that can be read."""
     tensors: dict[str, CheckpointTensor] = {}
     maps: dict[str, npt.NDArray[np.uint8]] = {}
     for name in names:
@@ -128,31 +157,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         maps[name] = np.frombuffer(shard[0], dtype=np.uint8)
         for tensor in shard[1]:
             if tensor.name in tensors:
-                _add(
-                    problems, name, f"tensor {tensor.name}",
-                    f"the name twice (also in {tensors[tensor.name].file})", "each tensor once",
-                    "the directory mixes two downloads: fetch it again",
-                )  # fmt: skip
+                found = f"the name twice (also in {tensors[tensor.name].file})"
+                fix = "the directory mixes two downloads: fetch it again"
+                _add(problems, name, f"tensor {tensor.name}", found, "each tensor once", fix)
             tensors[tensor.name] = tensor
         if len(tensors) > MAX_TENSORS or len(problems) >= MAX_KEPT:
-            _add(
-                problems, name, "", f"{len(tensors)} tensors so far",
-                f"at most {MAX_TENSORS} in a checkpoint", "this is not a DeepSeek-V4 checkpoint",
-            )  # fmt: skip
+            found, expected = f"{len(tensors)} tensors so far", f"at most {MAX_TENSORS}"
+            _add(problems, name, "", found, expected, "this is not a DeepSeek-V4 checkpoint")
             break
-    else:
-        _check_index(index, tensors, set(maps), problems)
-    if problems:
-        raise ModelFileError(str(root), problems)
-    return Checkpoint(
-        path=root,
-        files=tuple(root / name for name in names),
-        config=config,
-        inference_config=inference,
-        tensors=tensors,
-        notes=tuple(notes),
-        _maps=maps,
-    )
+    return tensors, maps
 
 
 def _add(

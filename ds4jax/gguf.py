@@ -43,11 +43,15 @@ MAX_ARRAY_STRINGS = 1 << 20  # over all string arrays of a file
 MAX_ALIGNMENT = 1 << 20
 MAX_SHARDS = 1024
 _MAX_BAD_STRINGS = 8
+MAX_CUT_LISTED = 8
+"""Tensors beyond the end of a file that are reported one by one; more make one problem."""
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _TRUNCATED = "download or copy the file again, it is cut off or damaged"
 _DAMAGED = "the file is damaged: download or copy it again"
+_RENAMED = "restore the name NAME-0000N-of-0000M.gguf the shard was published under"
+_INSIDE = "data inside the file"
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ class GGUFTensor:
     file: str
     start: int
     nbytes: int
+    complete: bool = True  # all its bytes are in the file
 
     @property
     def type(self) -> TypeInfo:
@@ -200,47 +205,53 @@ class GGUFFile:
 
         Raises:
             KeyError: if the file has no such tensor.
+            ModelFileError: if its bytes are not in the file (one opened with its problems kept).
         """
         t = self.tensors[name]
+        if not t.complete:
+            found = f"{t.nbytes} bytes at byte {t.start}"
+            raise ModelFileError(
+                str(self.path), [_problem(t.file, f"tensor {name}", found, _INSIDE, _TRUNCATED)]
+            )
         flat = self._maps[t.file][t.start : t.start + t.nbytes]
         return flat.reshape(*t.shape[:-1], t.row_bytes)
 
 
-def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+def open_gguf(path: str | os.PathLike[str], problems: list[Problem] | None = None) -> GGUFFile:
     """Opens a GGUF file, or all shards of a split one, and checks its whole table.
 
     Args:
         path: a `.gguf` file; any shard of a split file stands for all of them.
+        problems: None: anything wrong raises. A list: findings are appended to it, and what can be
+            read of the file is returned (metadata without tensor data, for example).
 
     Raises:
         ModelFileError: with everything found wrong: unreadable or cut-off files, bad magic,
             version, counts, strings, types or shapes, tensors outside the data section,
-            misaligned, overlapping or named twice, missing or foreign shards.
+            misaligned, overlapping or named twice, missing or foreign shards. With a list given,
+            only if no table could be read.
     """
     first = Path(path)
-    problems: list[Problem] = []
-    shards = _shard_paths(first, problems)
+    found: list[Problem] = []
+    shards = _shard_paths(first, found)
     tables = []
     for shard in shards:
-        table = _read_table(shard, problems)
+        table = _read_table(shard, found)
         if table is not None:
-            _check_split(table, problems)
+            _check_split(table, found)
             tables.append(table)
-    tensors = _merge(tables, problems)
-    if len(tables) == len(shards) > 1 and not problems:
+    tensors = _merge(tables, found)
+    if len(tables) == len(shards) > 1 and not found:
         total = tables[0].metadata.get("split.tensors.count", len(tensors))
         if total != len(tensors):
-            problems.append(
-                Problem(
-                    file=first.name,
-                    where="split.tensors.count",
-                    found=f"{len(tensors)} tensors in {len(shards)} shards",
-                    expected=f"{total}, as the first shard says",
-                    fix="the shards belong to different files: fetch them again together",
-                )
-            )
-    if problems:
-        raise ModelFileError(str(first), problems)
+            what = f"{len(tensors)} tensors in {len(shards)} shards"
+            expected = f"{total}, as the first shard says"
+            fix = "the shards belong to different files: fetch them again together"
+            found.append(_problem(first.name, "key split.tensors.count", what, expected, fix))
+    if found and (problems is None or not tables):
+        raise ModelFileError(str(first), found)
+    if problems is not None:
+        problems.extend(found)
     notes = []
     if len(shards) > 1 and shards[0] != first:
         notes.append(f"{first.name} is one of {len(shards)} shards; all of them were opened")
@@ -253,6 +264,16 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         tensors=tensors,
         notes=tuple(notes),
         _maps={t.name: np.frombuffer(t.buffer, dtype=np.uint8) for t in tables},
+    )
+
+
+def _problem(file: str, where: str, found: str, expected: str, fix: str) -> Problem:
+    return Problem(
+        file=printable(file),
+        where=printable(where),
+        found=printable(found, 300),
+        expected=expected,
+        fix=fix,
     )
 
 
@@ -284,36 +305,22 @@ def map_file(path: Path, problems: list[Problem]) -> mmap.mmap | None:
     try:
         # O_NONBLOCK: a pipe with a model's name must be refused, not waited for.
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        problems.append(
-            Problem(
-                file=str(path),
-                where="",
-                found=error.strerror or type(error).__name__,
-                expected="a readable file",
-                fix="check the path and its permissions",
-            )
-        )
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        found = getattr(error, "strerror", None) or str(error)
+        fix = "check the path and its permissions"
+        problems.append(_problem(str(path), "", found, "a readable file", fix))
         return None
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_size == 0:
-            kind = "an empty file" if stat.S_ISREG(info.st_mode) else "not a regular file"
-            problems.append(
-                Problem(file=path.name, where="", found=kind, expected="model data", fix=_TRUNCATED)
-            )
+            found = "an empty file" if stat.S_ISREG(info.st_mode) else "not a regular file"
+            problems.append(_problem(path.name, "", found, "model data", _TRUNCATED))
             return None
         return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        problems.append(
-            Problem(
-                file=path.name,
-                where="",
-                found=f"a file that cannot be mapped ({error})",
-                expected="a file on a local disk",
-                fix="copy the file to a local disk",
-            )
-        )
+        found = f"a file that cannot be mapped ({error})"
+        fix = "copy the file to a local disk"
+        problems.append(_problem(path.name, "", found, "a file on a local disk", fix))
         return None
     finally:
         os.close(fd)
@@ -344,9 +351,7 @@ class _Parser:
         self.problems = problems
 
     def problem(self, where: str, found: str, expected: str, fix: str = _DAMAGED) -> Problem:
-        return Problem(
-            file=self.name, where=printable(where), found=found, expected=expected, fix=fix
-        )
+        return _problem(self.name, where, found, expected, fix)
 
     def add(self, where: str, found: str, expected: str, fix: str = _DAMAGED) -> None:
         problem = self.problem(where, found, expected, fix)
@@ -358,7 +363,7 @@ class _Parser:
         """Fails unless `count` more bytes lie before the limit."""
         if count > self.size - self.pos:
             found = f"{count} bytes announced at byte {self.pos} of a file of {self.size} bytes"
-            raise _Fatal(self.problem(what, found, "data inside the file", _TRUNCATED))
+            raise _Fatal(self.problem(what, found, _INSIDE, _TRUNCATED))
         if count > self.limit - self.pos:
             most = f"{MAX_TABLE_BYTES >> 20} MiB"
             found = f"{count} more bytes after {most} of names and values"
@@ -545,25 +550,33 @@ class _Parser:
             if offset % alignment:
                 expected = f"a multiple of the alignment {alignment}"
                 self.add(f"tensor {name}", f"offset {offset}", expected)
-                nbytes = None
-            if nbytes is None:
-                continue
-            if start + offset + nbytes > self.size:
-                found = f"{nbytes} bytes at byte {start + offset} of a file of {self.size} bytes"
-                self.add(f"tensor {name}", found, "data inside the file", _TRUNCATED)
-                continue
-            tensors.append(
-                GGUFTensor(
-                    name=name,
-                    dims=dims,
-                    type_id=kind,
-                    file=self.name,
-                    start=start + offset,
-                    nbytes=nbytes,
+            elif nbytes is not None:
+                tensors.append(
+                    GGUFTensor(
+                        name=name,
+                        dims=dims,
+                        type_id=kind,
+                        file=self.name,
+                        start=start + offset,
+                        nbytes=nbytes,
+                        complete=start + offset + nbytes <= self.size,
+                    )
                 )
-            )
+        self.outside([t for t in tensors if not t.complete], len(rows))
         self.overlaps(tensors)
         return tensors
+
+    def outside(self, cut: list[GGUFTensor], total: int) -> None:
+        """Reports tensors whose bytes are not in the file: one by one, or as a cut-off file."""
+        if len(cut) <= MAX_CUT_LISTED:
+            for t in cut:
+                found = f"{t.nbytes} bytes at byte {t.start} of a file of {self.size} bytes"
+                self.add(f"tensor {t.name}", found, _INSIDE, _TRUNCATED)
+            return
+        names = ", ".join(t.name for t in cut[:MAX_CUT_LISTED])
+        end = max(t.start + t.nbytes for t in cut)
+        found = f"{self.size} bytes, with {len(cut)} of {total} tensors beyond them ({names}, ...)"
+        self.add("", found, f"{end} bytes", _TRUNCATED)
 
     def row_nbytes(self, name: str, dims: tuple[int, ...], kind: int) -> int | None:
         """Bytes of a tensor, or None after adding what is wrong with its type or shape."""
@@ -595,7 +608,7 @@ class _Parser:
         for tensor in ordered[1:]:
             if last is not None and last.start + last.nbytes > tensor.start:
                 shared = min(last.start + last.nbytes, tensor.start + tensor.nbytes) - tensor.start
-                found = f"{shared} bytes shared with tensor {printable(last.name)}"
+                found = f"{shared} bytes shared with tensor {last.name}"
                 self.add(f"tensor {tensor.name}", found, "tensors that do not overlap")
             if last is None or tensor.start + tensor.nbytes > last.start + last.nbytes:
                 last = tensor
@@ -611,31 +624,17 @@ def _shard_paths(path: Path, problems: list[Problem]) -> list[Path]:
         return [path]
     count = int(match["count"])
     if not 1 <= count <= MAX_SHARDS or not 1 <= int(match["no"]) <= count:
-        problems.append(
-            Problem(
-                file=path.name,
-                where="file name",
-                found=f"shard {int(match['no'])} of {count}",
-                expected=f"a shard number in 1..count and at most {MAX_SHARDS} shards",
-                fix="restore the name the file was published under",
-            )
-        )
+        found = f"shard {int(match['no'])} of {count}"
+        expected = f"a shard number in 1..count and at most {MAX_SHARDS} shards"
+        problems.append(_problem(path.name, "file name", found, expected, _RENAMED))
         return [path]
-    stem = match["stem"]
-    names = [f"{stem}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
+    names = [f"{match['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
     shards = [path.with_name(name) for name in names]
-    for shard in shards:
-        if shard != path and not os.path.exists(shard):
-            problems.append(
-                Problem(
-                    file=shard.name,
-                    where="",
-                    found="no such file",
-                    expected=f"all {count} shards side by side",
-                    fix=f"put it into {path.parent}",
-                )
-            )
-    return [shard for shard in shards if shard == path or os.path.exists(shard)]
+    missing = [s for s in shards if s != path and not os.path.exists(s)]
+    for shard in missing:
+        expected, fix = f"all {count} shards side by side", f"put it into {path.parent}"
+        problems.append(_problem(shard.name, "", "no such file", expected, fix))
+    return [shard for shard in shards if shard not in missing]
 
 
 def _check_split(table: _Table, problems: list[Problem]) -> None:
@@ -648,15 +647,8 @@ def _check_split(table: _Table, problems: list[Problem]) -> None:
         if key == "split.count" and not match and found == 0:
             continue
         if found != want:
-            problems.append(
-                Problem(
-                    file=table.name,
-                    where=f"key {key}",
-                    found=printable(repr(found)),
-                    expected=f"{want}, as the file name says",
-                    fix="restore the name NAME-0000N-of-0000M.gguf the shard was published under",
-                )
-            )
+            said = f"{want}, as the file name says"
+            problems.append(_problem(table.name, f"key {key}", repr(found), said, _RENAMED))
 
 
 def _merge(tables: list[_Table], problems: list[Problem]) -> dict[str, GGUFTensor]:
@@ -664,15 +656,9 @@ def _merge(tables: list[_Table], problems: list[Problem]) -> dict[str, GGUFTenso
     merged: dict[str, GGUFTensor] = {}
     for tensor in _tensors(tables):
         if tensor.name in merged and len(problems) < MAX_KEPT:
-            problems.append(
-                Problem(
-                    file=tensor.file,
-                    where=f"tensor {printable(tensor.name)}",
-                    found=f"the name twice (also in {merged[tensor.name].file})",
-                    expected="each tensor once",
-                    fix=_DAMAGED,
-                )
-            )
+            found = f"the name twice (also in {merged[tensor.name].file})"
+            where = f"tensor {tensor.name}"
+            problems.append(_problem(tensor.file, where, found, "each tensor once", _DAMAGED))
         merged[tensor.name] = tensor
     return merged
 

@@ -434,3 +434,23 @@ def gguf_draft_scheme(names: Iterable[str]) -> GGUFScheme | None:
         if name in held:
             return scheme  # type: ignore[return-value]
     return None
+
+
+_LEAF_OF_GGUF = {
+    leaf.gguf + (".bias" if leaf.key.endswith(".bias") else ".weight"): leaf for leaf in _LAYER
+}
+_LEAF_OF_KEY = {leaf.key: leaf for leaf in _LAYER}
+
+
+def layer_leaf(name: str) -> tuple[str, str] | None:
+    """Key and presence rule of a layer's tensor by its GGUF or published name, or None.
+
+    The rule is "all", "compress", "index", "scored" or "hash": which layers have the tensor.
+    """
+    match = re.match(r"(?:blk|layers)\.\d{1,6}\.(.+)$", name)
+    if match is None:
+        return None
+    rest = match[1]
+    key = re.sub(r"\.experts\.\d+\.", ".experts.", rest.removesuffix(".weight"))
+    leaf = _LEAF_OF_GGUF.get(rest) or _LEAF_OF_KEY.get(key.removesuffix(".scale"))
+    return (leaf.key, leaf.when) if leaf else None
