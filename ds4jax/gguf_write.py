@@ -222,20 +222,37 @@ def _list(items: Sequence[Any]) -> bytes:
 
 
 def _write_tensor(file: BinaryIO, tensor: TensorData, alignment: int) -> None:
-    expected, count = tensor.nbytes, 0
-    pieces = (tensor.data,) if isinstance(tensor.data, np.ndarray) else tensor.data()
-    for piece in pieces:
-        whole = np.ascontiguousarray(piece) if isinstance(piece, np.ndarray) else piece
-        view = np.frombuffer(whole, np.uint8) if not isinstance(whole, np.ndarray) else whole
-        view = view.reshape(-1).view(np.uint8)
-        count += len(view)
+    layout = quant.type_layout(tensor.type_id)
+    what = f"shape {list(tensor.shape)} of {layout.ggml_name}"
+    count = write_pieces(file, tensor.name, tensor.data, tensor.nbytes, what)
+    file.write(bytes(_padded(count, alignment) - count))
+
+
+def write_pieces(file: BinaryIO, name: str, data: Data, expected: int, what: str) -> int:
+    """Write the bytes of one tensor, piece by piece, and count them.
+
+    Args:
+        name: of the tensor, for the message.
+        data: array, or function that yields pieces.
+        expected: bytes there must be.
+        what: why so many, for the message.
+
+    Returns: `expected`.
+
+    Raises:
+        ValueError: if the data has another length.
+    """
+    count = 0
+    for piece in (data,) if isinstance(data, np.ndarray) else data():
+        array = piece if isinstance(piece, np.ndarray) else np.frombuffer(piece, np.uint8)
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        count += len(raw)
         if count > expected:
             break
-        file.write(view.data)
+        file.write(raw.data)
     if count != expected:
         more = "or more " if count > expected else ""
         raise ValueError(
-            f"{tensor.name}: data of {count} bytes {more}for shape {list(tensor.shape)} of"
-            f" {quant.type_layout(tensor.type_id).ggml_name}, must be {expected} bytes"
+            f"{name}: data of {count} bytes {more}for {what}, must be {expected} bytes"
         )
-    file.write(bytes(_padded(count, alignment) - count))
+    return count
