@@ -588,23 +588,23 @@ def _hf_variants(source: _Source) -> None:
 _DRAFT_KEYS = {
     "block_size": (
         "deepseek4.dspark.block_size", "{arch}.dflash.block_size", "dspark.block_size",
-        "deepseek4.dflash.block_size", "dflash.block_size", "block_size", "dspark_block_size",
+        "dflash.block_size", "block_size",
     ),
     "markov_rank": (
         "deepseek4.dspark.markov_rank", "{arch}.dflash.dspark.markov_rank", "dspark.markov_rank",
-        "dflash.markov_rank", "dspark_markov_rank",
+        "dflash.markov_rank",
     ),
     "noise_token_id": (
         "deepseek4.dspark.noise_token_id", "{arch}.dflash.mask_token_id",
         "dspark.noise_token_id", "dflash.mask_token_id", "mask_token_id",
-        "dspark_noise_token_id",
     ),
     "target_layer_ids": (
         "deepseek4.dspark.target_layers", "{arch}.dflash.capture_layer_ids",
         "{arch}.dflash.target_layer_ids", "dspark.target_layer_ids", "dspark.target_layers",
-        "dflash.target_layers", "target_layers", "dspark_target_layer_ids",
+        "dflash.target_layers", "target_layers",
     ),
 }  # fmt: skip
+"""GGUF keys of every drafter layout; in config.json the names are `dspark_` + the field's."""
 
 
 def draft_config(
@@ -628,6 +628,8 @@ def draft_config(
     source = _Source(metadata, reading)
 
     def keys(name: str) -> tuple[str, ...]:
+        if scheme is None:
+            return (f"dspark_{name}",)
         return tuple(key.format(arch=arch) for key in _DRAFT_KEYS[name])
 
     markov = [s for n, s in shapes.items() if n.endswith(("markov_w1.weight", "markov.w1"))]
@@ -654,6 +656,13 @@ def draft_config(
             found, _, expected = text.partition(", must ")
             reading.add("drafter configuration", found, f"it must {expected}")
         return None, reading
+    vocab = _int(metadata.get(f"{arch}.dflash.dspark.vocab_size"))
+    if vocab is not None and vocab != target.vocab_size:
+        reading.add("drafter vocabulary", str(vocab), f"{target.vocab_size}, the target's")
+    layers = _int(metadata.get(f"{arch}.dflash.n_target_layers"))
+    if layers is not None and layers != len(draft.target_layer_ids):
+        expected = f"{layers} layers, as dflash.n_target_layers says"
+        reading.add("drafter target layers", str(list(draft.target_layer_ids)), expected)
     if draft.noise_token_id >= target.vocab_size:
         expected = f"a token below {target.vocab_size}"
         reading.add("drafter noise token", str(draft.noise_token_id), expected)
