@@ -1,9 +1,8 @@
 """Writing of checkpoint directories: config, safetensors shards, index.
 
 Counterpart of `ds4jax.checkpoint`, and like it free of any model. Tensors are streamed; the
-directory is made under a temporary name and renamed when it is complete, so a failure leaves nothing
-behind.
-The public package cannot write the scale dtype of this family, nor stream.
+directory is made under a temporary name and renamed when it is complete, so a failure leaves
+nothing behind. The public package cannot write the scale dtype of this family, nor stream.
 """
 
 from __future__ import annotations
