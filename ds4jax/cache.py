@@ -1,9 +1,9 @@
 """The state of all lanes on the device: rings, pages of compressed rows, block tables.
 
-Shapes depend on capacity only, never on how many tokens exist. Every array has one slot or page more
-than asked for, the trash, where masked writes go. State is addressed by absolute position, so a
-sequence is cut short by a smaller length and nothing else. The byte counts of `plan_bytes` are the
-allocator's own formulas: `init` allocates exactly these arrays.
+Shapes depend on capacity only, never on how many tokens exist. Every array has one slot or page
+more than asked for, the trash, where masked writes go. State is addressed by absolute position, so
+a sequence is cut short by a smaller length and nothing else. The byte counts of `plan_bytes` are
+the allocator's own formulas: `init` allocates exactly these arrays.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ Numerics = Literal["plain", "kv-fp8", "official"]
 DType = Literal["float32", "bfloat16"]
 Backend = Literal["reference", "interpret", "triton"]
 CpuWeights = Literal["packed", "decoded"]
+Sampler = Literal["greedy", "full"]
 
 NUMERICS: tuple[str, ...] = get_args(Numerics)
 DTYPES: tuple[str, ...] = get_args(DType)
@@ -226,7 +227,9 @@ class RuntimeConfig:
     max_drafts: int = 0  # draft tokens verified per lane and step
     row_buckets: tuple[int, ...] = (8,)
     prefill_buckets: tuple[int, ...] = (128,)
+    samplers: tuple[Sampler, ...] = ("full",)  # programs; "greedy" is a faster one for plain greedy
     num_experts_per_tok: int | None = None  # below the model's own: labelled approximation
+    snapshot_bytes: int = 4 << 30  # host memory for parked lanes
 
     def __post_init__(self) -> None:
         problems = []
@@ -242,6 +245,10 @@ class RuntimeConfig:
             problems.append(f"num_pages is {self.num_pages}, must be in 1..{1 << 24}")
         if not 0 <= self.max_drafts <= 15:
             problems.append(f"max_drafts is {self.max_drafts}, must be in 0..15")
+        if "full" not in self.samplers or not set(self.samplers) <= set(get_args(Sampler)):
+            problems.append(f"samplers is {self.samplers}, must hold 'full', may hold 'greedy'")
+        if self.snapshot_bytes < 0:
+            problems.append(f"snapshot_bytes is {self.snapshot_bytes}, must not be negative")
         for name in ("row_buckets", "prefill_buckets"):
             sizes = getattr(self, name)
             if not sizes or any(s < ROW_TILE or s % ROW_TILE for s in sizes):

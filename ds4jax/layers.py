@@ -249,7 +249,7 @@ def _attention(
     )  # fmt: skip
     y = _linear(ctx, z.reshape(z.shape[0], -1), w["attn.wo_b"])
     cap.add("attn_out", y)
-    return y, cache.replace(raw=raw, **updates)  # type: ignore[attr-defined,no-any-return]
+    return y, cache.replace(raw=raw, **updates)  # type: ignore[attr-defined]
 
 
 def shared_expert(ctx: Context, x: Array, w: Weights, limit: float) -> Array:

@@ -1,8 +1,8 @@
 """Products of rows with weights, plain or packed: the seam between the model and the kernels.
 
-On the reference backend a row meets each weight alone, as a matrix-vector product, so its bits depend
-on nothing but the row; packed weights are decoded where they are used. Other backends hand the whole
-batch to `pallas_kernels`.
+On the reference backend a row meets each weight alone, as a matrix-vector product, so its bits
+depend on nothing but the row; packed weights are decoded where they are used. Other backends hand
+the whole batch to `pallas_kernels`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels import norm
+from ds4jax.config import Backend
+from pallas_kernels import dense, experts, norm, packing
 
 F32 = jnp.float32
 
@@ -22,12 +23,17 @@ def decoded(w: Any, dtype: Any) -> Array:
     """A weight as a plain array of `dtype`; packed ones are unpacked."""
     if isinstance(w, Array):
         return w
-    from pallas_kernels import packing
-
     return packing.unpack(w, dtype=dtype)
 
 
-def matmul(x_TK: Array, w_NK: Any, *, backend: str, out_dtype: Any) -> Array:
+def take_rows(w_NK: Any, rows_T: Array, dtype: Any) -> Array:
+    """Rows of one matrix (an embedding lookup) as [T, K] of `dtype`."""
+    if isinstance(w_NK, Array):
+        return w_NK[rows_T].astype(dtype)
+    return packing.take_rows(w_NK, rows_T, dtype)
+
+
+def matmul(x_TK: Array, w_NK: Any, *, backend: Backend, out_dtype: Any) -> Array:
     """y = x @ w^T, accumulated in float32.
 
     Args:
@@ -37,8 +43,6 @@ def matmul(x_TK: Array, w_NK: Any, *, backend: str, out_dtype: Any) -> Array:
     Returns: y_TN in `out_dtype`.
     """
     if backend != "reference" and not isinstance(w_NK, Array):
-        from pallas_kernels import dense
-
         return dense.dense(x_TK, w_NK, backend=backend, out_dtype=out_dtype)
     w = decoded(w_NK, x_TK.dtype)
     y = lax.dot_general(
@@ -51,7 +55,7 @@ def matmul(x_TK: Array, w_NK: Any, *, backend: str, out_dtype: Any) -> Array:
     return y.astype(out_dtype)
 
 
-def grouped_matmul(x_TGI: Array, w_NI: Any, *, backend: str, out_dtype: Any) -> Array:
+def grouped_matmul(x_TGI: Array, w_NI: Any, *, backend: Backend, out_dtype: Any) -> Array:
     """z[t, g] = w[g] @ x[t, g] with w [G*O, I] seen as [G, O, I]; float32 accumulation.
 
     Returns: z_TGO in `out_dtype`.
@@ -75,23 +79,21 @@ def routed_experts(
     *,
     first_expert: int,
     limit: Any,
-    backend: str,
+    backend: Backend,
 ) -> Array:
-    """Sum over a row's experts of w2 (silu(min(g, limit)) * clip(u, limit) * weight), in slot order.
+    """Sum over a row's experts of w2 (silu(min(g, limit)) * clip(u, limit) * weight), slot by slot.
 
     Args:
         x_TM: compute dtype. ids_TK: int32 expert numbers, negative for padding rows.
         weights_TK: float32 routing weights, applied before w2.
         w1_EFM, w3_EFM, w2_EMF: gate, up and down of the experts that this device owns, numbers
-            first_expert .. first_expert + E - 1; routes to others contribute nothing and cost nothing.
+            first_expert .. first_expert + E - 1; routes to others add nothing and cost nothing.
         limit: SwiGLU limit.
 
     Returns: y_TM float32.
     Source: architecture of DeepSeek-V4, mixture of experts.
     """
     if backend != "reference":
-        from pallas_kernels import experts
-
         return experts.experts(
             x_TM, ids_TK, weights_TK, w1_EFM, w3_EFM, w2_EMF,
             first_expert=first_expert, limit=limit, backend=backend,

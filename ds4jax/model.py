@@ -2,8 +2,9 @@
 
 Prefill, decode and verification are one function, `forward`, over a ragged batch of rows (slot,
 position, token). On the reference backend each row passes through a layer alone, one after the
-other, in a loop whose trip count is the number of live rows: whatever the batch, a row meets the same
-operations with the same shapes, so its bits depend on its own lane only. Nothing here jits or donates.
+other, in a loop whose trip count is the number of live rows: whatever the batch, a row meets the
+same operations with the same shapes, so its bits depend on its own lane only. Nothing here jits or
+donates.
 """
 
 from __future__ import annotations
@@ -47,9 +48,17 @@ class Plan:
     num_emit: Array  # [], live entries of emit
 
 
-def _apply_plan(
-    params: Params, cache: Cache, plan: Plan, rows_alone: bool
-) -> tuple[Cache, Rows]:
+@struct.dataclass
+class Output:
+    """What a step computed: E emitted rows, and activations by name."""
+
+    logits: Array  # float32 [E, V]; entries past num_emit are zero (rows one after the other)
+    slot: Array  # int32 [E], slot of each emitted row; the trash slot for padding
+    pos: Array  # int32 [E], absolute position of each emitted row
+    captured: dict[str, Array]  # [T, ...] by name
+
+
+def _apply_plan(params: Params, cache: Cache, plan: Plan, rows_alone: bool) -> tuple[Cache, Rows]:
     """Update tables, lengths and history; resolve positions and tokens."""
     count, trash = plan.slot.shape[0], cache.length.shape[0] - 1
     live = jnp.arange(count, dtype=jnp.int32) < plan.num_rows
@@ -60,9 +69,9 @@ def _apply_plan(
     token = jnp.where(plan.token >= 0, plan.token, cache.tokens[slot, jnp.minimum(pos, last)])
     token = jnp.where(live, token, 0)
     paged = live & (plan.table_idx >= 0)
-    table = cache.table.at[
-        jnp.where(paged, slot, trash), jnp.where(paged, plan.table_idx, 0)
-    ].set(jnp.where(paged, plan.table_page, cache.table[trash, 0]))
+    table = cache.table.at[jnp.where(paged, slot, trash), jnp.where(paged, plan.table_idx, 0)].set(
+        jnp.where(paged, plan.table_page, cache.table[trash, 0])
+    )
     tokens = cache.tokens.at[slot, jnp.minimum(pos, last)].set(token)
     length = cache.length.at[slot].max(jnp.where(live, pos + 1, 0))
     cache = cache.replace(  # type: ignore[attr-defined]
@@ -117,8 +126,7 @@ def _row_loop(
 
 
 def _embed(ctx: Context, params: Params, token: Array) -> Array:
-    embed = jax.tree.map(lambda a: a[token], params.top["embed"])
-    x = linear.decoded(embed, ctx.dtype).astype(ctx.dtype)
+    x = linear.take_rows(params.top["embed"], token, ctx.dtype)
     return jnp.broadcast_to(x[:, None, :], (x.shape[0], ctx.cfg.hc_mult, x.shape[1]))
 
 
@@ -154,7 +162,7 @@ def forward(
     chunk: bool = False,
     capture: frozenset[str] = frozenset(),
     batched: bool | None = None,
-) -> tuple[Cache, Array, dict[str, Array]]:
+) -> tuple[Cache, Output]:
     """One step of the model over a ragged batch of rows.
 
     Args:
@@ -165,8 +173,7 @@ def forward(
         batched: static; False runs rows one after the other (exact whatever the batch), True all at
             once. None: False on the reference backend, else True.
 
-    Returns: cache, logits_EV float32 (rows `plan.emit`; entries past num_emit are zero), captured
-        activations [T, ...] by name.
+    Returns: cache, output.
     """
     ctx = Context(cfg, run, chunk, capture)
     rows_alone = run.backend == "reference" if batched is None else not batched
@@ -181,7 +188,9 @@ def forward(
             x, cache, got = fn(x, cache, rows)
         captured |= got
     logits = _emit_logits(ctx, params, x, plan, rows_alone)
-    return cache, logits, captured
+    live = jnp.arange(plan.emit.shape[0], dtype=jnp.int32) < plan.num_emit
+    slot = jnp.where(live, rows.slot[plan.emit], cache.length.shape[0] - 1)
+    return cache, Output(logits=logits, slot=slot, pos=rows.pos[plan.emit], captured=captured)
 
 
 def _layer_fn(ctx: Context, info: Any, weights: Mapping[str, Any]) -> LayerFn:
@@ -197,15 +206,11 @@ def _layer_fn(ctx: Context, info: Any, weights: Mapping[str, Any]) -> LayerFn:
     return lambda x, cache, rows: layers.layer(ctx, info, w, x, cache, rows)
 
 
-def _emit_logits(
-    ctx: Context, params: Params, x: Array, plan: Plan, rows_alone: bool
-) -> Array:
+def _emit_logits(ctx: Context, params: Params, x: Array, plan: Plan, rows_alone: bool) -> Array:
     if not rows_alone:
         return _final(ctx, params, x[plan.emit])[1]
     vocab = ctx.cfg.vocab_size
-    top = {
-        k: v if k == "embed" else linear.decoded(v, jnp.float32) for k, v in params.top.items()
-    }
+    top = {k: v if k == "embed" else linear.decoded(v, jnp.float32) for k, v in params.top.items()}
     plain = params.replace(top=top)  # type: ignore[attr-defined]
 
     def body(e: Array, out: Array) -> Array:

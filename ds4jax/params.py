@@ -1,8 +1,9 @@
 """The parameter tree: what every weight is called on the device and how layers are grouped.
 
-A layer is a dictionary from the tensor keys of `ds4jax.tensors` ("attn.wq_a", "ffn.experts.w1", ...)
-to arrays: plain ones, or `QuantArray` in packed form. Layers of one kind that repeat are stacked along
-a leading axis and scanned over; what does not repeat forms groups of one. No file is read here.
+A layer is a dictionary from the tensor keys of `ds4jax.tensors` ("attn.wq_a", "ffn.experts.w1",
+...) to arrays: plain ones, or `QuantArray` in packed form. Layers of one kind that repeat are
+stacked along a leading axis and scanned over; what does not repeat forms groups of one. No file is
+read here.
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ def layer_weights(stack: Weights, index: int | Array) -> Weights:
     return taken
 
 
-def rope_tables(cfg: ModelConfig, max_ctx: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def rope_tables(
+    cfg: ModelConfig, max_ctx: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Angle tables for layers without and with compression, covering `max_ctx` positions."""
     main = rope.inverse_frequencies(cfg.rope_head_dim, cfg.rope_theta)
     compress = rope.yarn_frequencies(

@@ -33,7 +33,7 @@ def start(q_THD: Array, sink_H: Array) -> Partial:
 
 
 def add_block(p: Partial, q_THD: Array, keys_TSD: Array, valid_TS: Array) -> Partial:
-    """Attend to one more block of keys; invalid ones weigh nothing, a block of them changes nothing.
+    """Attend to one more block of keys; invalid ones weigh nothing.
 
     Probabilities are cast to the dtype of the keys before the value product.
     """

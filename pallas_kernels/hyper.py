@@ -83,7 +83,13 @@ def write(streams_TND: Array, y_TD: Array, post_TN: Array, comb_TNN: Array) -> A
 
 
 def collapse_head(
-    streams_TND: Array, fn_NC: Array, scale_1: Array, base_N: Array, *, hc_eps: float, rms_eps: float
+    streams_TND: Array,
+    fn_NC: Array,
+    scale_1: Array,
+    base_N: Array,
+    *,
+    hc_eps: float,
+    rms_eps: float,
 ) -> Array:
     """Weighted sum of the streams in front of the final norm (no Sinkhorn).
 

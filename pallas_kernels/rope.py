@@ -2,7 +2,7 @@
 
 An angle p * f with p near 1e6 is off by a hundredth of a radian in float32. The position is split,
 p = 1024 a + b, cosines and sines of 1024 a f and of b f are tabulated once in float64, and the
-addition theorem joins them: float32 accuracy at any position, and no transcendental function in a step.
+addition theorem joins them: float32 accuracy at any position, no transcendental function in a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulated storage formats of the official inference code: FP8 rows, Hadamard + FP4 index vectors."""
+"""Simulated storage of the official inference code: FP8 rows, Hadamard + FP4 index vectors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FP4_GROUP = 32
 
 
 def _exp2_ceil_log2(x: Array) -> Array:
-    """2^ceil(log2(x)) for positive normal float32 x, exact (on the bits, not through a logarithm)."""
+    """2^ceil(log2(x)) for positive normal float32 x, exact (on the bits, not by a logarithm)."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits >> 23) + jnp.where((bits & 0x7FFFFF) != 0, 1, 0)
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
 def fp8_round_trip(x: Array, channels: int) -> Array:
-    """Round the first `channels` of the last axis to FP8-E4M3 in groups of 64 (the last may be shorter).
+    """Round the first `channels` of the last axis to FP8-E4M3 in groups of 64 (the last: the rest).
 
     s = 2^ceil(log2(max(amax, 1e-4) / 448)), v -> e4m3(clamp(v / s)) * s. Other channels are kept.
 
@@ -48,9 +48,9 @@ def hadamard(x: Array) -> Array:
 
 
 def fp4_round_trip(x: Array) -> Array:
-    """Round the last axis to FP4-E2M1 in groups of 32, s = 2^ceil(log2(amax / 6)); zero groups stay.
+    """Round the last axis to FP4-E2M1 in groups of 32, s = 2^ceil(log2(amax / 6)).
 
-    Ties go to the even code. Returns: same shape and dtype as x.
+    Ties go to the even code, zero groups stay zero. Returns: same shape and dtype as x.
     """
     v = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, FP4_GROUP)
     amax = jnp.max(jnp.abs(v), axis=-1, keepdims=True)

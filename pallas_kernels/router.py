@@ -32,8 +32,8 @@ def route(
     """Experts of every row and their weights, in order of selection.
 
     Learned layers take the `top_k` largest of score + bias (ties to the lower id); hash layers take
-    the table's row of the token. Weights are the unbiased scores of the chosen, divided by their sum
-    if `normalise`, times `scaling`.
+    the table's row of the token. Weights are the unbiased scores of the chosen, divided by their
+    sum if `normalise`, times `scaling`.
 
     Args:
         x_TM: normalised hidden, any float dtype. gate_EM: [E, M].

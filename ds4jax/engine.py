@@ -1,0 +1,544 @@
+"""The executor of a device: compiled programs, cache, pages and lanes. The only mutable object.
+
+Everything is jitted and donated here and nowhere else. Programs are compiled once, for the buckets
+of the configuration, and kept as compiled objects: a surprise shape raises instead of compiling. A
+step is dispatched without waiting for the one before; its results are read when asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from ds4jax import cache as cache_lib
+from ds4jax import plan as plan_lib
+from ds4jax import sampling, step
+from ds4jax.config import ModelConfig, RuntimeConfig, Sampler
+from ds4jax.pages import PageAllocator, pages_for
+from ds4jax.params import Params
+from ds4jax.plan import (
+    Chunk,
+    DecodeRow,
+    ExecutorLimits,
+    LaneRef,
+    LaneResult,
+    LaneSpec,
+    PageCounts,
+    PlanError,
+    PlanLimits,
+    StepPlan,
+    StepResult,
+)
+from ds4jax.step import Bucket, LaneRows
+
+SNAPSHOT_PAGES = 64
+"""Pages moved by one call of the snapshot programs."""
+
+Progress = Callable[[str, int, int, float], None]
+"""(program name, number, how many, seconds)."""
+
+
+class CompileCounter:
+    """Counts the backend compilations of this process, by JAX's own monitoring events."""
+
+    _shared: CompileCounter | None = None
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    @classmethod
+    def shared(cls) -> CompileCounter:
+        """The one counter of the process (listeners cannot be taken back)."""
+        if cls._shared is None:
+            cls._shared = cls()
+        return cls._shared
+
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count += 1
+            self.seconds += duration_secs
+
+
+@dataclass
+class _Lane:
+    spec: LaneSpec
+    length: int = 0  # positions dispatched
+    decoding: bool = False
+    suspended: bool = False
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    slot_data: dict[str, npt.NDArray[Any]]
+    pages: list[dict[str, npt.NDArray[Any]]]
+    num_pages: int
+    length: int
+    nbytes: int
+
+
+class _Handle:
+    """A dispatched step; `result` is its one device-to-host transfer."""
+
+    def __init__(self, owner: DeviceExecutor, plan: StepPlan, array: Any, bucket: Bucket) -> None:
+        self._owner, self._plan, self._array, self._bucket = owner, plan, array, bucket
+        self._wants = [owner.spec_of(x).sampling.top_logprobs for x in plan.lanes]
+        self._started = time.perf_counter()
+        self._read = False
+        array.copy_to_host_async()
+
+    def names(self, slot: int) -> bool:
+        """Whether the step has rows of this slot."""
+        return any(x.slot == slot for x in self._plan.lanes)
+
+    def done(self) -> bool:
+        """See `plan.StepHandle`."""
+        return bool(self._array.is_ready())
+
+    def result(self) -> StepResult:
+        """See `plan.StepHandle`."""
+        if self._read:
+            raise PlanError("a result was read twice")
+        self._read = True
+        self._owner.forget(self)
+        words = np.asarray(self._array)
+        plan, out = self._plan, []
+        if plan.chunk is not None and not plan.chunk.last:
+            out.append(LaneResult(lane=plan.chunk.lane))
+            rows = plan.chunk.stop - plan.chunk.start
+        else:
+            for i, (lane, want) in enumerate(zip(plan.lanes, self._wants, strict=True)):
+                token, finite = step.read_results(words[i], want)
+                out.append(LaneResult(lane=lane, tokens=(token,) if finite else (), finite=finite))
+            chunk = plan.chunk
+            rows = len(plan.decode) if chunk is None else chunk.stop - chunk.start
+        seconds = time.perf_counter() - self._started
+        return StepResult(lanes=tuple(out), rows=rows, bucket=self._bucket.rows, device_s=seconds)
+
+
+class DeviceExecutor:
+    """Runs plans on the device that holds `params`. See `plan.Executor` for the contract.
+
+    Args:
+        cfg, params: the model. run: capacities and buckets.
+        page_order: order in which pages are first handed out; no result may depend on it.
+        batched: test switch for `model.forward`; None is right.
+
+    Raises:
+        MemoryError: the planned bytes exceed what the device grants; the message is the plan.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        run: RuntimeConfig,
+        *,
+        page_order: Sequence[int] | None = None,
+        batched: bool | None = None,
+    ) -> None:
+        self.cfg, self.run, self._params, self._batched = cfg, run, params, batched
+        self._limits = ExecutorLimits(
+            num_slots=run.num_slots,
+            max_ctx=run.max_ctx,
+            num_pages=run.pages,
+            chunk_tokens=run.prefill_buckets[-1],
+            vocab_size=cfg.vocab_size,
+        )
+        self._check_memory()
+        self._pages = PageAllocator(run.pages, run.num_slots, run.pages_per_slot, page_order)
+        self._programs: dict[Any, Any] = {}
+        self._generations = [0] * run.num_slots
+        self._lanes: dict[int, _Lane] = {}
+        self._in_flight: list[_Handle] = []
+        self._snapshot_bytes = 0
+        self._counter = CompileCounter.shared()
+        self._compiles_before = self._counter.count
+        self._seconds_before = self._counter.seconds
+        self._ready_compiles: int | None = None
+        self._host_syncs = 0
+        self._cache = cache_lib.init(cfg, run)
+        self._lane_params = sampling.init_lanes(run)
+
+    # ---- programs ------------------------------------------------------------------------------
+
+    def buckets(self) -> list[Bucket]:
+        """Every step program of the configuration."""
+        out = []
+        for sampler in self.run.samplers:
+            out += [self._bucket(t, sampler, prefill=False) for t in self.run.row_buckets]
+            out += [self._bucket(t, sampler, prefill=True) for t in self.run.prefill_buckets]
+        return out
+
+    def _bucket(self, rows: int, sampler: Sampler, *, prefill: bool) -> Bucket:
+        if not prefill:
+            return Bucket(rows, rows, sampler)
+        return Bucket(rows, 1, sampler, prefill=True, chunk=self._chunked)
+
+    @property
+    def _chunked(self) -> bool:
+        """Whether prefill programs need the form that may exceed the rings."""
+        return self.run.backend != "reference" or bool(self._batched)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every program; afterwards nothing compiles. `progress` after each one."""
+        names: list[tuple[str, Callable[[], Any]]] = []
+        for bucket in self.buckets():
+            kind = "prefill" if bucket.prefill else "rows"
+            program = functools.partial(self._step_program, bucket)
+            names.append((f"{kind} {bucket.rows} {bucket.sampler}", program))
+        names.append(("lane", self._open_program))
+        names += [(k, functools.partial(self._snapshot_program, k)) for k in _SNAPSHOT_PROGRAMS]
+        for i, (name, make) in enumerate(names):
+            start = time.perf_counter()
+            make()
+            if progress is not None:
+                progress(name, i + 1, len(names), time.perf_counter() - start)
+        self._ready_compiles = self._counter.count
+
+    @property
+    def num_programs(self) -> int:
+        """Executables made so far."""
+        return len(self._programs)
+
+    def _compiled(self, key: Any, fn: Any, donate: tuple[int, ...], *args: Any) -> Any:
+        if key not in self._programs:
+            jitted = jax.jit(fn, donate_argnums=donate)
+            self._programs[key] = jitted.lower(*_abstract(args)).compile()
+        return self._programs[key]
+
+    def _step_program(self, bucket: Bucket) -> Any:
+        fn = functools.partial(
+            step.run_step, cfg=self.cfg, run=self.run, bucket=bucket, batched=self._batched
+        )
+        words = np.zeros(bucket.words, np.int32)
+        return self._compiled(bucket, fn, (1,), self._params, self._cache, self._lane_params, words)
+
+    def _open_program(self) -> Any:
+        words = np.zeros(sampling.LANE_WORDS, np.int32)
+        zero = np.int32(0)
+        return self._compiled(
+            "open", step.open_lane, (0, 1), self._cache, self._lane_params, zero, words, zero
+        )
+
+    @property
+    def _move_pages(self) -> int:
+        return min(SNAPSHOT_PAGES, self.run.pages_per_slot)
+
+    def _snapshot_program(self, name: str) -> Any:
+        zero, pages = np.int32(0), np.zeros(self._move_pages, np.int32)
+        cache = self._cache
+        fn = getattr(step, name)
+        if name == "take_slot":
+            return self._compiled(name, fn, (), cache, zero)
+        if name == "take_pages":
+            return self._compiled(name, fn, (), cache, pages)
+        data = jax.eval_shape(step.take_slot if name == "put_slot" else step.take_pages,
+                              cache, zero if name == "put_slot" else pages)  # fmt: skip
+        if name == "put_slot":
+            return self._compiled(name, fn, (0,), cache, zero, data)
+        return self._compiled(name, fn, (0,), cache, zero, zero, pages, data)
+
+    # ---- lanes ---------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """See `plan.Executor`."""
+        return self._limits
+
+    def _lane(self, ref: LaneRef) -> _Lane:
+        lane = self._lanes.get(ref.slot)
+        if lane is None or self._generations[ref.slot] != ref.generation:
+            raise PlanError(f"{ref} is not a live lane")
+        return lane
+
+    def _at_rest(self, ref: LaneRef) -> _Lane:
+        lane = self._lane(ref)
+        if any(h.names(ref.slot) for h in self._in_flight):
+            raise PlanError(f"a step in flight names {ref}: read its result first")
+        return lane
+
+    def spec_of(self, ref: LaneRef) -> LaneSpec:
+        """The specification of a live lane."""
+        return self._lane(ref).spec
+
+    def forget(self, handle: _Handle) -> None:
+        """A step's result has been read."""
+        self._host_syncs += 1
+        if handle in self._in_flight:
+            self._in_flight.remove(handle)
+
+    def _free_slot(self) -> int | None:
+        return next((s for s in range(self.run.num_slots) if s not in self._lanes), None)
+
+    def _open(self, slot: int, spec: LaneSpec, length: int) -> None:
+        self._cache, self._lane_params = self._open_program()(
+            self._cache, self._lane_params, np.int32(slot), sampling.pack_lane(spec),
+            np.int32(length),
+        )  # fmt: skip
+
+    def admit(self, spec: LaneSpec) -> LaneRef | None:
+        """See `plan.Executor`."""
+        if spec.max_rows > self.run.max_ctx or not self._pages.fits_ever(spec.max_rows):
+            raise PlanError(
+                f"{spec.max_rows} positions can never fit: max_ctx is {self.run.max_ctx},"
+                f" the pool has {self.run.pages} pages of 128"
+            )
+        slot = self._free_slot()
+        if slot is None or not self._pages.open(slot, len(spec.known_tokens), spec.max_rows):
+            return None
+        self._open(slot, spec, 0)
+        self._lanes[slot] = _Lane(spec)
+        return LaneRef(slot, self._generations[slot])
+
+    def suspend(self, lane: LaneRef) -> None:
+        """See `plan.Executor`."""
+        self._lane(lane).suspended = True
+        self._pages.suspend(lane.slot, True)
+
+    def resume(self, lane: LaneRef) -> None:
+        """See `plan.Executor`."""
+        self._lane(lane).suspended = False
+        self._pages.suspend(lane.slot, False)
+
+    def retire(self, lane: LaneRef) -> None:
+        """See `plan.Executor`."""
+        self._at_rest(lane)
+        del self._lanes[lane.slot]
+        self._pages.close(lane.slot)
+        self._generations[lane.slot] += 1
+
+    def _page_blocks(self, pages: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
+        size = self._move_pages
+        for first in range(0, len(pages), size):
+            block = np.full(size, self._pages.trash, np.int32)
+            part = pages[first : first + size]
+            block[: len(part)] = part
+            yield first, block
+
+    def park(self, lane: LaneRef) -> Any | None:
+        """See `plan.Executor`."""
+        state = self._at_rest(lane)
+        if not state.decoding:
+            raise PlanError(f"{lane} does not decode")
+        pages = self._pages.owned(lane.slot)[: pages_for(state.length)]
+        moved = sum(a.nbytes for a in self._slot_shapes()) + len(pages) * self._page_bytes()
+        snapshot = None
+        if self._snapshot_bytes + moved <= self.run.snapshot_bytes:
+            data = self._snapshot_program("take_slot")(self._cache, np.int32(lane.slot))
+            parts = []
+            for first, block in self._page_blocks(pages):
+                got = self._snapshot_program("take_pages")(self._cache, block)
+                n = min(self._move_pages, len(pages) - first)
+                parts.append({k: np.array(np.asarray(v)[:, :n]) for k, v in got.items()})
+            snapshot = _Snapshot(
+                {k: np.array(np.asarray(v)) for k, v in data.items()},
+                parts, len(pages), state.length, moved,
+            )  # fmt: skip
+            self._snapshot_bytes += moved
+        self.retire(lane)
+        return snapshot
+
+    def _slot_shapes(self) -> list[Any]:
+        return [
+            np.empty(a.shape, a.dtype)
+            for a in jax.eval_shape(step.take_slot, self._cache, np.int32(0)).values()
+        ]
+
+    def _page_bytes(self) -> int:
+        shapes = cache_lib.shapes(self.cfg, self.run)
+        return sum(
+            shapes[k].size // shapes[k].shape[1] * per_page * shapes[k].dtype.itemsize
+            for k, per_page in step.PAGED.items()
+        )
+
+    def restore(self, spec: LaneSpec, snapshot: Any) -> LaneRef | None:
+        """See `plan.Executor`."""
+        slot = self._free_slot()
+        length = snapshot.length
+        if slot is None or not self._pages.open(
+            slot, length, spec.max_rows, length=length, decoding=True
+        ):
+            return None
+        self._open(slot, spec, length)
+        where = np.int32(slot)
+        self._cache = self._snapshot_program("put_slot")(self._cache, where, snapshot.slot_data)
+        pages = self._pages.owned(slot)[: snapshot.num_pages]
+        for (first, block), part in zip(self._page_blocks(pages), snapshot.pages, strict=True):
+            full = {k: _padded(v, self._move_pages) for k, v in part.items()}
+            self._cache = self._snapshot_program("put_pages")(
+                self._cache, where, np.int32(first), block, full
+            )
+        self._snapshot_bytes -= snapshot.nbytes
+        self._lanes[slot] = _Lane(spec, length=length, decoding=True)
+        return LaneRef(slot, self._generations[slot])
+
+    def reset(self) -> None:
+        """See `plan.Executor`."""
+        self._in_flight.clear()
+        self._lanes.clear()
+        self._pages.reset()
+        self._generations = [g + 1 for g in self._generations]
+        self._cache = cache_lib.init(self.cfg, self.run)
+        self._lane_params = sampling.init_lanes(self.run)
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def plan_limits(self, decode: Sequence[LaneRef]) -> PlanLimits:
+        """See `plan.Executor`."""
+        for ref in decode:
+            self._lane(ref)
+        return PlanLimits(lacking=self._pages.top_up([ref.slot for ref in decode]))
+
+    def step(self, plan: StepPlan) -> _Handle:
+        """See `plan.Executor`."""
+        plan_lib.validate_plan(plan, self._limits)
+        for ref in plan.lanes:
+            if self._lane(ref).suspended:
+                raise PlanError(f"{ref} is suspended")
+        if plan.chunk is None:
+            rows, sizes = [self._decode_rows(r) for r in plan.decode], self.run.row_buckets
+        else:
+            rows, sizes = [self._chunk_rows(plan.chunk)], self.run.prefill_buckets
+        count = sum(r.count for r in rows)
+        size = next((t for t in sizes if t >= count), None)
+        if size is None:
+            raise PlanError(f"{count} rows do not fit the largest bucket, {sizes[-1]} rows")
+        bucket = self._bucket(size, self._sampler(plan), prefill=plan.chunk is not None)
+        words = step.pack_plan(bucket, rows, self.run.num_slots)
+        program = self._step_program(bucket)
+        self._cache, results = program(self._params, self._cache, self._lane_params, words)
+        for row, ref in zip(rows, plan.lanes, strict=True):
+            lane = self._lanes[ref.slot]
+            lane.length += row.count
+            lane.decoding = plan.chunk is None or plan.chunk.last
+            self._pages.advance(ref.slot, lane.length, decoding=lane.decoding)
+        handle = _Handle(self, plan, results, bucket)
+        self._in_flight.append(handle)
+        return handle
+
+    def _sampler(self, plan: StepPlan) -> Sampler:
+        if "greedy" not in self.run.samplers:
+            return "full"
+        plain = all(_plain_greedy(self._lane(x).spec) for x in plan.lanes)
+        return "greedy" if plain else "full"
+
+    def _decode_rows(self, row: DecodeRow) -> LaneRows:
+        lane = self._lane(row.lane)
+        if not lane.decoding or lane.length >= lane.spec.max_rows:
+            raise PlanError(f"{row.lane} cannot decode at position {lane.length}")
+        pages = self._pages.owned(row.lane.slot)
+        if len(pages) <= lane.length // 128:
+            raise PlanError(f"{row.lane} has no page for position {lane.length}")
+        return LaneRows(row.lane.slot, lane.length, None, pages)
+
+    def _chunk_rows(self, chunk: Chunk) -> LaneRows:
+        lane = self._lane(chunk.lane)
+        known = lane.spec.known_tokens
+        if lane.decoding or chunk.start != lane.length or chunk.last != (chunk.stop == len(known)):
+            raise PlanError(f"{chunk} does not continue a lane at {lane.length} of {len(known)}")
+        return LaneRows(
+            chunk.lane.slot, chunk.start, known[chunk.start : chunk.stop],
+            self._pages.owned(chunk.lane.slot), "last" if chunk.last else "none",
+        )  # fmt: skip
+
+    # ---- views ---------------------------------------------------------------------------------
+
+    def page_counts(self) -> PageCounts:
+        """See `plan.Executor`."""
+        self._pages.check()
+        owned = sum(len(self._pages.owned(s)) for s in range(self.run.num_slots))
+        return PageCounts(total=self.run.pages, free=self._pages.free, owned=owned)
+
+    def counters(self) -> Mapping[str, float]:
+        """See `plan.Executor`."""
+        ready = self._counter.count if self._ready_compiles is None else self._ready_compiles
+        return {
+            "compiles": float(self._counter.count - self._compiles_before),
+            "compile_seconds": self._counter.seconds - self._seconds_before,
+            "compiles_after_ready": float(self._counter.count - ready),
+            "host_syncs": float(self._host_syncs),
+        }
+
+    def memory_plan(self) -> Mapping[str, int]:
+        """See `plan.Executor`."""
+        temp = 0
+        for program in self._programs.values():
+            stats = program.memory_analysis()
+            temp = max(temp, int(stats.temp_size_in_bytes) if stats is not None else 0)
+        return planned_bytes(self.cfg, self.run, self._params) | {"program_temporaries": temp}
+
+    def allocated_bytes(self) -> dict[str, int]:
+        """Bytes of the arrays that exist, by the names of `memory_plan`."""
+        arrays = {k: getattr(self._cache, k) for k in cache_lib.shapes(self.cfg, self.run)}
+        out = {k: int(v.nbytes) for k, v in arrays.items()}
+        out["lanes"] = sum(int(x.nbytes) for x in jax.tree.leaves(self._lane_params))
+        out["weights"] = sum(int(x.nbytes) for x in jax.tree.leaves(self._params))
+        return out
+
+    def _check_memory(self) -> None:
+        device = next(iter(jax.tree.leaves(self._params)[0].devices()))
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit")
+        if limit is None:
+            return
+        plan = planned_bytes(self.cfg, self.run, self._params)
+        free = limit - stats.get("bytes_in_use", 0)
+        need = sum(plan.values()) - plan["weights"]
+        if need > free:
+            table = "\n".join(f"  {k:12} {v:>16,}" for k, v in plan.items())
+            raise MemoryError(
+                f"cache and lane state need {need:,} bytes, {free:,} are free on {device}: lower"
+                f" --ctx or --lanes\n{table}"
+            )
+
+    def close(self) -> None:
+        """See `plan.Executor`."""
+        self._programs.clear()
+        self._lanes.clear()
+        self._in_flight.clear()
+        for leaf in jax.tree.leaves((self._cache, self._lane_params)):
+            leaf.delete()
+
+
+_SNAPSHOT_PROGRAMS = ("take_slot", "put_slot", "take_pages", "put_pages")
+
+
+def planned_bytes(cfg: ModelConfig, run: RuntimeConfig, params: Any) -> dict[str, int]:
+    """Bytes of weights, every cache array and lane state; the allocator's own formulas."""
+    lanes = sampling.lane_shapes(run).values()
+    weights = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
+    return cache_lib.plan_bytes(cfg, run) | {
+        "lanes": sum(s.size * s.dtype.itemsize for s in lanes),
+        "weights": weights,
+    }
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), a.dtype), tree)
+
+
+def _padded(a: npt.NDArray[Any], pages: int) -> npt.NDArray[Any]:
+    return np.pad(a, [(0, 0), (0, pages - a.shape[1]), *[(0, 0)] * (a.ndim - 2)])
+
+
+def _plain_greedy(spec: LaneSpec) -> bool:
+    s = spec.sampling
+    penalised = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
+    return (
+        s.greedy
+        and not penalised
+        and not s.logit_bias
+        and s.top_logprobs is None
+        and spec.min_output_tokens == 0
+        and spec.reasoning is None
+    )
