@@ -35,8 +35,8 @@ METADATA_KEYS = (
 FILE_SUFFIXES = (".p4mix.bin", ".gumix.bin", ".dmix.bin")
 """Endings that older releases append to the GGUF's file name, in the order of the keys."""
 
-_GUMIX_SURFACES = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-_DMIX_CLASSES = ("attn_q_a", "attn_q_b", "attn_kv", "attn_output_a", "attn_output_b")
+GUMIX_SURFACES = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+DMIX_CLASSES = ("attn_q_a", "attn_q_b", "attn_kv", "attn_output_a", "attn_output_b")
 _FORMAT_OF_LEVELS = {8: "rocmfp3_mix", 4: "rocmfp2_mix"}
 _TYPE_OF_FORMAT = {"rocmfp3_mix": 105, "rocmfp2_mix": 106}
 _REFUSED = {
@@ -237,8 +237,8 @@ class _Reader:
 
     def _gumix(self) -> None:
         layer, surface, experts, out, width, books, levels = self.numbers(7)
-        known = surface < len(_GUMIX_SURFACES)
-        leaf = _GUMIX_SURFACES[surface] if known else f"surface{surface}"
+        known = surface < len(GUMIX_SURFACES)
+        leaf = GUMIX_SURFACES[surface] if known else f"surface{surface}"
         if not known:
             self.add(f"surface {surface}", "0 gate, 1 up or 2 down")
         name = f"blk.{layer}.{leaf}.weight"
@@ -247,10 +247,10 @@ class _Reader:
 
     def _dmix(self) -> None:
         layer, kind, type_id, _slices, books, levels = self.numbers(6)
-        known = kind < len(_DMIX_CLASSES)
-        leaf = _DMIX_CLASSES[kind] if known else f"class{kind}"
+        known = kind < len(DMIX_CLASSES)
+        leaf = DMIX_CLASSES[kind] if known else f"class{kind}"
         if not known:
-            self.add(f"class {kind}", f"0..{len(_DMIX_CLASSES) - 1} ({', '.join(_DMIX_CLASSES)})")
+            self.add(f"class {kind}", f"0..{len(DMIX_CLASSES) - 1} ({', '.join(DMIX_CLASSES)})")
         name = f"blk.{layer}.{leaf}.weight"
         expected = {105: 8, 106: 4}.get(type_id)
         if expected is None:

@@ -183,32 +183,46 @@ def _encode_rows(rows_RW: F32, books_2K: U16, importance_W: F32) -> U8:
     return np.concatenate((payload, meta.astype(np.uint8).reshape(-1, 2)), axis=1)
 
 
+def table_kind(table: mix.MixTable) -> str:
+    """Which side table describes a tensor: "p4mix", "gumix" or "dmix"."""
+    if table.shape is None:
+        return "dmix"
+    return "p4mix" if table.format == "rocmfp3_mix" else "gumix"
+
+
 def pack_table(kind: str, tables: Sequence[mix.MixTable]) -> U8:
-    """The side table of expert tensors, as `ds4jax.mix.parse` reads it.
+    """A side table, as `ds4jax.mix.parse` reads it.
 
     Args:
-        kind: "p4mix" (type 105, down) or "gumix" (type 106).
-        tables: one per tensor; names decide layer and surface.
+        kind: "p4mix" (type 105, down experts), "gumix" (type 106, experts) or "dmix" (attention).
+        tables: one per tensor; names decide layer and place.
 
     Returns: uint8 [bytes], the value of the metadata key `deepseek4.<kind>.sidecar`.
 
     Raises:
-        ValueError: for a tensor the table cannot describe.
+        ValueError: for a tensor that such a table cannot describe.
     """
-    magic = {"p4mix": b"P4MIXv1\0", "gumix": b"GUMIXs1\0"}[kind]
-    surfaces = {"ffn_gate_exps": 0, "ffn_up_exps": 1, "ffn_down_exps": 2}
+    magic = {"p4mix": b"P4MIXv1\0", "gumix": b"GUMIXs1\0", "dmix": b"DMIXs1\0\0"}[kind]
+    places = {
+        "p4mix": ("ffn_down_exps",),
+        "gumix": mix.GUMIX_SURFACES,
+        "dmix": mix.DMIX_CLASSES,
+    }[kind]
     out = bytearray(magic + struct.pack("<2I", len(tables), 0))
     for table in tables:
-        _, layer, leaf, *_ = table.tensor.split(".")
-        expected = "rocmfp3_mix" if kind == "p4mix" else "rocmfp2_mix"
-        fits = table.format == expected and table.shape is not None and leaf in surfaces
-        if not fits or (kind == "p4mix" and leaf != "ffn_down_exps") or table.shape is None:
+        first, layer, leaf, *_ = table.tensor.split(".")
+        if first != "blk" or leaf not in places or table_kind(table) != kind:
             raise ValueError(f"{kind}: cannot describe {table.tensor} of {table.format}")
         out += struct.pack("<I", int(layer))
-        if kind == "gumix":
-            out += struct.pack("<I", surfaces[leaf])
-        out += struct.pack("<5I", *table.shape, 2, table.codebooks_bf16.shape[-1])
-        out += table.modes.tobytes()
+        if kind != "p4mix":
+            out += struct.pack("<I", places.index(leaf))
+        levels = table.codebooks_bf16.shape[-1]
+        if table.shape is None:
+            type_id = int(FORMATS[table.format].type_id or 0)
+            out += struct.pack("<4I", type_id, 1, 2, levels) + bytes([int(table.modes), 0, 0, 0])
+        else:
+            out += struct.pack("<5I", *table.shape, 2, levels)
+            out += table.modes.tobytes()
         if kind == "p4mix":
             out += bytes(table.modes.size)
         out += table.codebooks_bf16.astype("<u2").tobytes()
