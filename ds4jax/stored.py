@@ -525,22 +525,37 @@ def chunks(stored: StoredTensor, max_bytes: int = CHUNK_BYTES) -> Iterator[slice
 
 def value_problems(reader: Container, stored: StoredTensor, num_experts: int) -> list[Problem]:
     """Bytes of one tensor that no valid file holds: NaN scales, invalid codes, bad expert ids."""
+    if stored.spec.kind == "table":
+        return table_problems(stored, reader.read_table(stored), num_experts)
+    problems: list[Problem] = []
+    for lead in chunks(stored):
+        problems += piece_problems(stored, reader.read(stored, lead), lead)
+    return problems
+
+
+_BAD_VALUES = "the data is damaged or of another type: fetch or convert the file again"
+
+
+def piece_problems(stored: StoredTensor, piece: Packed, lead: slice) -> list[Problem]:
+    """Invalid bytes in entries `lead` of a tensor, as read."""
     problems: list[Problem] = []
     where = stored.parts[0].name if len(stored.parts) == 1 else stored.spec.name
-    fix = "the data is damaged or of another type: fetch or convert the file again"
-    if stored.spec.kind == "table":
-        ids = reader.read_table(stored)
-        bad = int(np.count_nonzero((ids < 0) | (ids >= num_experts)))
-        if bad:
-            found = f"{bad} of {ids.size} expert ids outside the model"
-            _add(problems, stored.file, where, found, f"ids in 0..{num_experts - 1}", fix)
-        return problems
-    for lead in chunks(stored):
-        for text in reader.read(stored, lead).problems():
-            entries = (
-                f" (entries {lead.start}..{lead.stop - 1})" if len(stored.spec.shape) > 1 else ""
-            )
-            _add(problems, stored.file, where, text + entries, "valid scales and numbers", fix)
+    entries = f" (entries {lead.start}..{lead.stop - 1})" if len(stored.spec.shape) > 1 else ""
+    for text in piece.problems():
+        _add(problems, stored.file, where, text + entries, "valid scales and numbers", _BAD_VALUES)
+    return problems
+
+
+def table_problems(
+    stored: StoredTensor, ids: npt.NDArray[np.int32], num_experts: int
+) -> list[Problem]:
+    """Expert ids outside the model."""
+    problems: list[Problem] = []
+    bad = int(np.count_nonzero((ids < 0) | (ids >= num_experts)))
+    if bad:
+        found = f"{bad} of {ids.size} expert ids outside the model"
+        expected = f"ids in 0..{num_experts - 1}"
+        _add(problems, stored.file, stored.parts[0].name, found, expected, _BAD_VALUES)
     return problems
 
 

@@ -1,0 +1,369 @@
+"""Weights onto the device, from an opened model file.
+
+Tensors go through in canonical order, piece by piece: packed bytes are checked on the host, brought
+into the kernels' form, and written into buffers that are allocated once, so neither the host nor
+the device ever holds a second copy of more than one piece. Which weights exist is the work of
+`ds4jax.tensors`, how they are stored that of `ds4jax.stored`; weights without a file are made by
+`ds4jax.synthetic`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from ds4jax import model_file, params, stored
+from ds4jax.config import CpuWeights, ModelConfig, RuntimeConfig
+from ds4jax.errors import ModelFileError, Problem
+from ds4jax.model_file import ModelFile
+from ds4jax.params import Params
+from ds4jax.stored import Packed, StoredTensor
+from ds4jax.tensors import TensorSpec
+from pallas_kernels import formats as device_formats
+from pallas_kernels import packing
+from pallas_kernels.packing import QuantArray
+
+MATRIX_KEYS = frozenset(
+    (
+        "embed", "head", "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b",
+        "attn.compressor.wkv", "attn.compressor.wgate", "attn.indexer.wq_b",
+        "attn.indexer.weights_proj", "attn.indexer.compressor.wkv",
+        "attn.indexer.compressor.wgate", "ffn.experts.w1", "ffn.experts.w2", "ffn.experts.w3",
+        "ffn.shared_experts.w1", "ffn.shared_experts.w2", "ffn.shared_experts.w3",
+    )
+)  # fmt: skip
+"""Keys whose weights the model multiplies by through `linear`: only these may stay packed."""
+
+PIECE_BYTES = 32 << 20
+"""Packed bytes of one piece."""
+
+_ROW_AXIS = {"codes": -2, "scales": -1, "mins": -1, "supers": -1}
+
+Progress = Callable[[int, str], None]
+"""Called with packed bytes done so far and the name of the tensor being loaded."""
+
+Leaf = Any  # QuantArray, or an array
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a tensor is kept on the device: packed in `format`, or plain in `dtype`."""
+
+    format: str | None
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return self.format or self.dtype
+
+
+def load(
+    source: str | os.PathLike[str] | ModelFile,
+    runtime: RuntimeConfig,
+    *,
+    cpu_weights: CpuWeights = "packed",
+    progress: Progress | None = None,
+    rocmfp2: str = "auto",
+    check_values: bool = True,
+    scan: bool | None = None,
+) -> tuple[ModelConfig, Params]:
+    """Loads all weights of a model.
+
+    Args:
+        source: as of `model_file.open_model`, or a model already opened.
+        runtime: dtype, backend and max_ctx are used.
+        cpu_weights: packed keeps quantised matrices packed; decoded turns them into the compute
+            dtype at load (more memory, faster on a CPU).
+        progress: called once per tensor.
+        rocmfp2: reading of GGUF type 107, if `source` is to be opened.
+        check_values: refuse NaN and invalid scale codes, numbers that are not finite and expert
+            ids outside the model.
+        scan: stack layers that repeat (None: on every backend but the reference).
+
+    Returns: the configuration and the parameter tree, on JAX's default device.
+
+    Raises:
+        ModelFileError: if the model cannot be opened, or holds invalid values (all are listed).
+    """
+    if not isinstance(source, ModelFile):
+        source = model_file.open_model(source, rocmfp2=rocmfp2)
+    elif source.problems:
+        raise ModelFileError(str(source.path), source.problems)
+    cfg = source.model_config
+    packed = cpu_weights == "packed" or runtime.backend != "reference"
+    forms = {s.name: form_of(source.tensors[s.name], runtime, packed) for s in source.specs()}
+    builder = Builder(cfg, runtime, source.specs(), forms, scan)
+    problems: list[Problem] = []
+    done = 0
+    for spec in source.specs():
+        held = source.tensors[spec.name]
+        if progress is not None:
+            progress(done, spec.name)
+        _load_tensor(source, held, forms[spec.name], builder, problems, check_values)
+        done += held.nbytes
+    if problems:
+        raise ModelFileError(str(source.path), problems)
+    if progress is not None:
+        progress(done, "")
+    return cfg, builder.finish()
+
+
+def form_of(held: StoredTensor, runtime: RuntimeConfig, packed: bool) -> Form:
+    """Packed if the kernels know the format and the model takes the weight packed; else plain."""
+    spec = held.spec
+    dtype = np.dtype(params.weight_dtype(spec.key, jnp.dtype(runtime.dtype))).name
+    if spec.kind == "table":
+        return Form(None, "int32")
+    known = device_formats.FORMATS.get(held.format) if held.native else None
+    fits = known is not None and spec.shape[-1] % known.source_block == 0
+    if packed and fits and spec.key in MATRIX_KEYS:
+        return Form(held.format, dtype)
+    return Form(None, dtype)
+
+
+def _load_tensor(
+    source: ModelFile,
+    held: StoredTensor,
+    form: Form,
+    builder: Builder,
+    problems: list[Problem],
+    check_values: bool,
+) -> None:
+    """Checks one tensor and brings it onto the device, piece by piece.
+
+    Once anything is wrong nothing more is placed: only the complete list of findings is wanted.
+    """
+    spec, cfg = held.spec, source.model_config
+    if spec.kind == "table":
+        ids = source.read_table(spec)
+        if check_values:
+            problems += stored.table_problems(held, ids, cfg.num_experts)
+        if not problems:
+            builder.put(spec, ids, 0)
+        return
+    limit = PIECE_BYTES
+    if form.format is None:  # decoded pieces are larger than packed ones
+        limit = max(1, PIECE_BYTES * held.nbytes // (4 * math.prod(spec.shape)))
+    for rows in stored.chunks(held, limit):
+        piece = source.read(spec, rows)
+        if check_values:
+            problems += stored.piece_problems(held, piece, rows)
+        if problems:
+            continue
+        if form.format is not None:
+            builder.put_packed(spec, piece, rows.start)
+        else:
+            values = piece.decode()
+            shape = (values.shape[0], *spec.shape[1:]) if len(spec.shape) > 1 else spec.shape
+            builder.put(spec, values.reshape(shape), rows.start)
+
+
+# --- buffers ----------------------------------------------------------------------------------
+
+
+class Builder:
+    """The tree under construction: one buffer per key and stack, filled in place.
+
+    On a CPU the buffers are NumPy arrays that become device arrays at the end, one by one. On other
+    platforms they live on the device, and every piece is packed there by a jitted update that takes
+    the old buffer over (donation).
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        runtime: RuntimeConfig,
+        specs: list[TensorSpec],
+        forms: Mapping[str, Form],
+        scan: bool | None,
+        on_host: bool | None = None,
+    ) -> None:
+        self.cfg = cfg
+        self.max_ctx = min(runtime.max_ctx, cfg.max_position_embeddings)
+        self.on_host = jax.default_backend() == "cpu" if on_host is None else on_host
+        self.layout = _layout(cfg, runtime, specs, forms, scan)
+        self.forms = forms
+        self.slots = _slots(self.layout)  # layer -> (group, unit, entry)
+        self.buffers: dict[tuple[int, int, str], Leaf] = {}
+        self.top: dict[str, Leaf] = {}
+
+    def put(self, spec: TensorSpec, values: npt.NDArray[Any], first: int) -> None:
+        """Writes plain values into entries first.. of the tensor's first axis."""
+        form = self.forms[spec.name]
+        self._update(spec, values.astype(_np_dtype(form.dtype), copy=False), None, first)
+
+    def put_packed(self, spec: TensorSpec, piece: Packed, first: int) -> None:
+        """Writes packed bytes into entries first.. of the tensor's first axis."""
+        side = dict(piece.side)
+        if piece.factor is not None:
+            side["factor"] = np.broadcast_to(piece.factor, piece.data.shape[:-2])
+        self._update(spec, piece.data, side, first)
+
+    def _update(
+        self,
+        spec: TensorSpec,
+        data: npt.NDArray[Any],
+        side: dict[str, npt.NDArray[Any]] | None,
+        first: int,
+    ) -> None:
+        if self.on_host:
+            format = self.forms[spec.name].format
+            part = data if side is None else packing.pack(str(format), data, **side)
+            self._write(spec, lambda buffer, entry: _host_write(buffer, part, entry, first))
+            return
+        given = {k: jnp.asarray(v) for k, v in (side or {}).items()}
+        array = jnp.asarray(data)
+        self._write(
+            spec,
+            lambda buffer, entry: _device_write(
+                buffer, array, given, jnp.asarray([entry, first], jnp.int32)
+            ),
+        )
+
+    def _write(self, spec: TensorSpec, fn: Callable[[Leaf, int], Leaf]) -> None:
+        if spec.layer is None:
+            buffer = self.top.get(spec.key)
+            if buffer is None:
+                buffer = self._allocate(spec, 1)
+            self.top[spec.key] = fn(buffer, 0)
+            return
+        group, unit, entry = self.slots[spec.layer]
+        key = (group, unit, spec.key)
+        buffer = self.buffers.get(key)
+        if buffer is None:
+            buffer = self._allocate(spec, self.layout[group].count)
+        self.buffers[key] = fn(buffer, entry)
+
+    def _allocate(self, spec: TensorSpec, count: int) -> Leaf:
+        shapes = abstract_leaf(spec, self.forms[spec.name].name, count)
+        xp: Any = np if self.on_host else jnp
+        return jax.tree.map(lambda s: xp.zeros(s.shape, s.dtype), shapes)
+
+    def finish(self) -> Params:
+        """The tree; buffers are given up one by one."""
+        main, compress = params.rope_tables(self.cfg, self.max_ctx)
+        groups = []
+        for g, group in enumerate(self.layout):
+            units: list[params.Weights] = [{} for _ in group.unit]
+            for key in [k for k in self.buffers if k[0] == g]:
+                units[key[1]][key[2]] = _on_device(self.buffers.pop(key))
+            groups.append(tuple(units))
+        top = {k: jax.tree.map(lambda a: a[0], _on_device(v)) for k, v in self.top.items()}
+        return Params(
+            top=top,
+            groups=tuple(groups),
+            rope_main=jnp.asarray(main),
+            rope_compress=jnp.asarray(compress),
+            layout=self.layout,
+        )
+
+
+def abstract_leaf(spec: TensorSpec, form: str, count: int) -> Leaf:
+    """Shapes and dtypes of a tensor's stack of `count` layers.
+
+    Args:
+        form: a packed format, or the dtype of a plain weight.
+    """
+    if form in device_formats.FORMATS:
+        *lead, rows, cols = spec.shape
+        return packing.abstract(form, (count, *lead), rows, cols)
+    return jax.ShapeDtypeStruct((count, *spec.shape), _np_dtype(form))  # type: ignore[no-untyped-call]
+
+
+def _layout(
+    cfg: ModelConfig,
+    runtime: RuntimeConfig,
+    specs: list[TensorSpec],
+    forms: Mapping[str, Form],
+    scan: bool | None,
+) -> tuple[params.Group, ...]:
+    types: list[dict[str, str]] = [{} for _ in range(cfg.num_layers)]
+    for spec in specs:
+        if spec.layer is not None:
+            types[spec.layer][spec.key] = forms[spec.name].name
+    wanted = runtime.backend != "reference" if scan is None else scan
+    return params.group_layers(cfg, types, scan=wanted)
+
+
+def _slots(layout: tuple[params.Group, ...]) -> dict[int, tuple[int, int, int]]:
+    out = {}
+    for g, group in enumerate(layout):
+        for entry in range(group.count):
+            for unit in range(len(group.unit)):
+                out[group.first + entry * len(group.unit) + unit] = (g, unit, entry)
+    return out
+
+
+def _np_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def _on_device(leaf: Leaf) -> Leaf:
+    return jax.tree.map(jnp.asarray, leaf)
+
+
+def _fields(part: Leaf) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if not field.metadata.get("static") and value is not None:
+            yield field.name, value
+
+
+def _row_start(field: str, part: QuantArray, first: Any) -> Any:
+    """Start of a piece of rows on a field's row axis (tile scales have one entry for 128 rows)."""
+    tiles = field == "scales" and device_formats.get(part.format).scale == "tile"
+    return first // 128 if tiles else first
+
+
+def _host_write(buffer: Leaf, part: Leaf, entry: int, first: int) -> Leaf:
+    """Assigns a piece in place; `first` counts experts where there are any, else rows."""
+    if not isinstance(part, QuantArray):
+        buffer[entry, first : first + part.shape[0]] = part
+        return buffer
+    for name, value in _fields(part):
+        target = getattr(buffer, name)[entry]
+        axis = _ROW_AXIS.get(name)
+        if part.lead:
+            target[first : first + part.lead[0]] = value
+        elif axis is None:
+            target[...] = value
+        else:
+            start = _row_start(name, part, first)
+            place: list[Any] = [slice(None)] * value.ndim
+            place[axis] = slice(start, start + value.shape[axis])
+            target[tuple(place)] = value
+    return buffer
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _device_write(buffer: Leaf, data: jax.Array, side: dict[str, jax.Array], at: jax.Array) -> Leaf:
+    """Packs a piece (or takes it plain) and writes it at [entry, first], in place."""
+    entry, first = at[0], at[1]
+    zero = jnp.int32(0)
+    if not isinstance(buffer, QuantArray):
+        at_plain = (entry, first, *(zero,) * (data.ndim - 1))
+        return jax.lax.dynamic_update_slice(buffer, data[None].astype(buffer.dtype), at_plain)
+    part = packing.pack(buffer.format, data, **side)
+    new: dict[str, Any] = {}
+    for name, value in _fields(part):
+        starts: list[Any] = [zero] * value.ndim
+        axis = _ROW_AXIS.get(name)
+        if part.lead:
+            starts[0] = first
+        elif axis is not None:
+            starts[axis] = _row_start(name, part, first)
+        old = getattr(buffer, name)
+        new[name] = jax.lax.dynamic_update_slice(
+            old, value[None].astype(old.dtype), (entry, *starts)
+        )
+    return dataclasses.replace(buffer, **new)
