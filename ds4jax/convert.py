@@ -498,6 +498,10 @@ def _squares(values: F32) -> float:
 
 def _pack(item: _Item, values: F32, expert: int | None) -> U8:
     vector = _importance(item.imatrix, expert)
+    if vector is None and item.target == "rocmfp8":
+        # Without importance that format's own rule takes max|x| / 127, which clips: error 4.7 %
+        # instead of 0.8 % on Gaussian weights of sigma 0.05. Equal importance makes it search.
+        vector = np.ones(values.shape[-1], np.float32)
     if item.codebooks is not None and expert is not None:
         return quantize_mix.encode(item.target, values, item.codebooks[expert], vector)
     return quantize.encode(item.target, values, vector)
