@@ -260,7 +260,9 @@ def test_every_preset_gives_a_usable_file(preset: str, plain: ModelFile, tmp_pat
             continue
         x, y = plain.read_float32(spec), model.read_float32(spec)
         error = np.linalg.norm(x - y) / np.linalg.norm(x)
-        assert error <= WORST[preset] or (error <= 0.01 and "mxfp4" not in item.target)
+        step = 2.0**-10 if item.target.startswith("rocmfp") else 0  # of the smallest scale
+        floor = step / 12**0.5 / np.sqrt(np.mean(x * x))
+        assert error <= WORST[preset] + floor or (error <= 0.01 and "mxfp4" not in item.target)
         assert item.error is None or abs(item.error - error) <= 1e-6 + 1e-3 * error
         if len(spec.shape) == 1 or spec.kind in ("norm", "hyper_connection"):
             assert model.tensors[spec.name].type_name == "f32"
