@@ -127,7 +127,7 @@ GROUPS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.sampled_from(("rocmfp4", "rocmfp4_fast", "rocmfp3", "rocmfp2_s40", "rocmfp2_m1012")),
     GROUPS,
@@ -187,15 +187,16 @@ def test_nearest_scale_is_the_plain_minimum() -> None:
 # Properties -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from(RECORDED), st.integers(0, 2**32 - 1), st.sampled_from([0.02, 1.0, 30.0]))
 def test_encoding_what_was_decoded_changes_nothing(name: str, seed: int, sigma: float) -> None:
     x = (np.random.default_rng(seed).standard_normal((2, 64)) * sigma).astype(f32)
     once = quant.decode(name, quantize.encode(name, x))
     again = quantize.encode(name, once)
-    if name == "q8_0":
-        # Its scale is rounded to half precision after the codes are chosen.
-        np.testing.assert_allclose(quant.decode(name, again), once, rtol=2e-3, atol=1e-6)
+    if name == "rocmfp8":
+        # Its scale comes from the largest weight alone: a largest code below 127 may lower it.
+        change = np.linalg.norm(quant.decode(name, again) - once) / np.linalg.norm(once)
+        assert change < 0.02
     else:
         np.testing.assert_array_equal(quant.decode(name, again), once)
 
@@ -304,7 +305,7 @@ def test_q8_0_and_mxfp4_equal_the_gguf_package() -> None:
         assert_same_bytes(quantize.encode(name, x), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(hnp.arrays(f32, 8, elements=st.floats(width=32)))
 def test_bf16_and_f32(x: np.ndarray) -> None:
     expected = x.astype(ml_dtypes.bfloat16)
@@ -368,7 +369,7 @@ def test_published_fp4_repacks_without_loss() -> None:
     assert_same_bytes(back[1], scale)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_repacking_is_a_bijection(rows: int, groups: int, seed: int) -> None:
     blocks = np.random.default_rng(seed).integers(0, 256, (2, rows, groups * 17), dtype=np.uint8)
