@@ -27,7 +27,7 @@ GROUP_WORDS = SUB // 2
 Run = tuple[int, int, int]
 """(lowest code bit, number of bits, bit position in the half-word)."""
 
-ScaleKind = Literal["ue4m3", "e8m0", "f16", "k", "tile"]
+ScaleKind = Literal["e5m3", "ue4m3", "e8m0", "f16", "k", "tile"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,11 @@ class Format:
         table rows and one word of signs and scale: a block is 16 words of the first kind, then the
         16 of the second.
       group: weights that share a scale.
-      scale: how scales are kept: "ue4m3" and "e8m0" one byte per group in int32 words, "f16" one
-        float16 per group, "k" the two-level scales of the K formats, "tile" float32 per 128 x 128.
+      scale: how scales are kept. One byte per group, four bytes in an int32 word: "e5m3", which is
+        0 or (1 + M/8) * 2^(E - 22) with E in the upper five bits and M in the lower three (every
+        UE4M3 half-scale, without its subnormals); "ue4m3", the UE4M3 byte itself with a flag in bit
+        7; "e8m0". Otherwise "f16", one float16 per group, two in a word; "k", the two-level scales
+        of the K formats; "tile", float32 per 128 x 128.
       books: levels in a code book (0: fixed levels).
     """
 
@@ -142,18 +145,18 @@ _ALL = (
     _format("iq2_xxs", 256, 66, (), 256, "f16"),
     _format("mxfp4", 32, 17, (_FP4_PLANE,), 32, "e8m0"),
     _format("hf_fp4_e2m1", 32, 16, (_FP4_PLANE,), 32, "e8m0"),
-    _format("nvfp4", 64, 36, (_FP4_PLANE,), 16, "ue4m3"),
-    _format("rocmfp4", 32, 18, (_FP4_PLANE,), 16, "ue4m3"),
-    _format("rocmfp4_fast", 32, 17, (_FP4_PLANE,), 32, "ue4m3"),
-    _format("rocmfp6", 32, 26, (plain_plane(0, 4), plain_plane(4, 2)), 16, "ue4m3"),
-    _format("rocmfp8", 32, 33, _EIGHT_BIT, 32, "ue4m3"),
-    _format("rocmfp3", 32, 14, (plain_plane(0, 2), plain_plane(2, 1)), 16, "ue4m3"),
+    _format("nvfp4", 64, 36, (_FP4_PLANE,), 16, "e5m3"),
+    _format("rocmfp4", 32, 18, (_FP4_PLANE,), 16, "e5m3"),
+    _format("rocmfp4_fast", 32, 17, (_FP4_PLANE,), 32, "e5m3"),
+    _format("rocmfp6", 32, 26, (plain_plane(0, 4), plain_plane(4, 2)), 16, "e5m3"),
+    _format("rocmfp8", 32, 33, _EIGHT_BIT, 32, "e5m3"),
+    _format("rocmfp3", 32, 14, (plain_plane(0, 2), plain_plane(2, 1)), 16, "e5m3"),
     _format("rocmfp3_mix", 32, 14, (plain_plane(0, 2), plain_plane(2, 1)), 16, "ue4m3", 8),
     _format("rocmfp2_mix", 32, 10, _TWO_BIT, 16, "ue4m3", 4),
-    _format("rocmfp2_s40", 32, 10, _TWO_BIT, 16, "ue4m3"),
-    _format("rocmfp2_m1012", 32, 10, _TWO_BIT, 16, "ue4m3"),
+    _format("rocmfp2_s40", 32, 10, _TWO_BIT, 16, "e5m3"),
+    _format("rocmfp2_m1012", 32, 10, _TWO_BIT, 16, "e5m3"),
     _format("rocmfp2_signed", 32, 10, _TWO_BIT, 16, "ue4m3"),
-    _format("rocmfp2_affine", 32, 10, _TWO_BIT, 16, "ue4m3"),
+    _format("rocmfp2_affine", 32, 10, _TWO_BIT, 16, "e5m3"),
     _format("hf_fp8_e4m3_block128", 128, 128, _EIGHT_BIT, 128, "tile"),
 )
 

@@ -36,10 +36,10 @@ class QuantArray:
 
     Attributes:
       codes: int32 [..., N, W]; the code words of a row, blocks in ascending K.
-      scales: per row and group, groups first: int32 [..., G, N] (four one-byte scales a word),
-        float16 [..., G, N], or float32 [..., K/128, N/128] for tile scales.
+      scales: per row and group, groups first: int32 [..., G, N] (four one-byte or two float16
+        scales a word), or float32 [..., K/128, N/128] for tile scales.
       mins: int32 [..., G, N]; minima of q4_k, None elsewhere.
-      supers: float16 [..., 2 * K/256, N]; for each super-block of a K format `d`, then `dmin`.
+      supers: int32 [..., K/256, N]; float16 `d` and, above it, `dmin` of a K format's super-block.
       books: bfloat16 [..., 2, levels]; code books of the mix formats.
       factor: float32 [...]; a factor of the whole matrix (nvfp4 only), 1 if the file has none.
       format: name of the format.
@@ -140,18 +140,18 @@ def abstract(format: str, lead: Sequence[int], rows: int, cols: int) -> QuantArr
     padded = fmt.padded(cols)
 
     def of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*lead, *shape), dtype)  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct((*lead, *shape), dtype)
 
     extra: dict[str, Any] = {}
     groups = padded // fmt.group
     if fmt.scale == "f16":
-        scales = of((groups, rows), jnp.float16)
+        scales = of((-(-groups // 2), rows), jnp.int32)
     elif fmt.scale == "tile":
         scales = of((padded // 128, -(-rows // 128)), jnp.float32)
     else:
         scales = of((-(-groups // 4), rows), jnp.int32)
     if fmt.scale == "k":
-        extra["supers"] = of((2 * (-(-padded // 256)), rows), jnp.float16)
+        extra["supers"] = of((-(-padded // 256), rows), jnp.int32)
         if fmt.name == "q4_k":
             extra["mins"] = scales
     if fmt.books:
@@ -302,14 +302,6 @@ def _as_int32(a: Array) -> Array:
     return jax.lax.bitcast_convert_type(a, jnp.int32)
 
 
-def _as_f16(xp: Any, a: Array) -> Array:
-    """uint8 [..., 2] -> float16 [...]."""
-    bits = a[..., 0].astype(xp.uint16) | (a[..., 1].astype(xp.uint16) << xp.uint16(8))
-    if xp is np:
-        return bits.view(np.float16)
-    return jax.lax.bitcast_convert_type(bits, jnp.float16)
-
-
 def _words(xp: Any, fmt: Format, codes: Array) -> Array:
     """uint8 codes [..., N, K] (K whole blocks) -> int32 [..., N, W] in the layout of `formats`."""
     lead = codes.shape[:-1]
@@ -341,20 +333,18 @@ def _finish(xp: Any, fmt: Format, name: str, a: Array, cols: int) -> Array:
     if name in ("books", "factor") or fmt.scale == "tile":
         return a
     padded = fmt.padded(cols)
-    groups = 2 * -(-padded // 256) if name == "supers" else padded // fmt.group
-    if a.dtype == np.uint8:
-        a = _pad_last(xp, a, -(-groups // 4) * 4 - a.shape[-1])
-        a = _u32(xp, a.reshape(*a.shape[:-1], -1, 4))
-        a = _as_int32(
-            a[..., 0]
-            | a[..., 1] << xp.uint32(8)
-            | a[..., 2] << xp.uint32(16)
-            | a[..., 3] << xp.uint32(24)
-        )
-    else:
-        a = _pad_last(xp, a, groups - a.shape[-1])
-    a = xp.swapaxes(a, -1, -2)
+    # Bytes of one scale (a K format's super-block has two float16 values of 256 weights).
+    size, group = (4, 256) if name == "supers" else (2 if fmt.scale == "f16" else 1, fmt.group)
+    a = _pad_last(xp, a, -(-(padded // group) * size // 4) * 4 - a.shape[-1])
+    a = xp.swapaxes(_as_int32(_u32_of_bytes(xp, a.reshape(*a.shape[:-1], -1, 4))), -1, -2)
     return np.ascontiguousarray(a) if xp is np else a
+
+
+def _u32_of_bytes(xp: Any, b: Array) -> Array:
+    """uint8 [..., 4] -> uint32 [...], little-endian."""
+    w = _u32(xp, b)
+    low = w[..., 0] | w[..., 1] << xp.uint32(8)
+    return low | w[..., 2] << xp.uint32(16) | w[..., 3] << xp.uint32(24)
 
 
 # --- From file blocks to codes [..., N, K] and scales [..., N, groups] ---
@@ -378,9 +368,33 @@ def _no_negative_zero(xp: Any, codes: Array) -> Array:
     return xp.where(codes == 8, xp.uint8(0), codes)
 
 
-def _valid_ue4m3(xp: Any, b: Array) -> Array:
-    """Invalid scale bytes (above 0x7e) count as 0."""
-    return xp.where(b > 0x7E, xp.uint8(0), b)
+def _device_scale(xp: Any, b: Array) -> Array:
+    """UE4M3 half-scale bytes -> device scale bytes (`formats`): no subnormals, 0 for no scale.
+
+    Invalid bytes (above 0x7e) count as 0.
+    """
+    return xp.asarray(_DEVICE_SCALE)[b.astype(xp.int32)]
+
+
+def _device_scale_table() -> npt.NDArray[np.uint8]:
+    table = np.zeros(256, np.uint8)
+    for b in range(1, 0x7F):
+        value = (b & 7) * 2.0**-10 if b < 8 else (8 + (b & 7)) * 2.0 ** ((b >> 3) - 11)
+        fraction, exponent = math.frexp(value)
+        table[b] = (exponent - 1 + 22) << 3 | int(fraction * 16 - 8)
+    return table
+
+
+_DEVICE_SCALE = _device_scale_table()
+
+
+def _clear_dead(xp: Any, codes: Array, scales: Array, group: int, sign_bit: int) -> Array:
+    """Magnitudes set to 0 where the scale is 0: kernels then need no test for it.
+
+    The sign stays, since a negative level times scale 0 is -0.
+    """
+    c = codes.reshape(*scales.shape, group)
+    return xp.where(scales[..., None] == 0, c & xp.uint8(sign_bit), c).reshape(codes.shape)
 
 
 def _split_mxfp4(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
@@ -398,33 +412,36 @@ def _split_hf_fp4(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -
 def _split_nvfp4(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
     b = _blocks(fmt, packed)
     q = b[..., 4:].reshape(*b.shape[:-1], 4, 8)
-    scales = b[..., :4]
-    # The sign bit is ignored; 0x7f itself counts as 0, 0xff does not.
-    scales = xp.where(scales == 0x7F, xp.uint8(0), scales & xp.uint8(0x7F))
+    # The sign bit is ignored; 0x7f itself counts as 0, 0xff is 15 * 2^4 (device byte 0xef).
+    raw = _flat(b[..., :4], 2)
+    scales = _device_scale(xp, raw & xp.uint8(0x7F))
+    scales = xp.where(raw == 0xFF, xp.uint8(0xEF), scales)
+    codes = _flat(_no_negative_zero(xp, _split_halves(xp, q)), 3)
     factor = side.get("factor")
     if factor is None:
         factor = np.ones(packed.shape[:-2], np.float32)
     return {
-        "codes": _flat(_no_negative_zero(xp, _split_halves(xp, q)), 3),
-        "scales": _flat(scales, 2),
+        "codes": _clear_dead(xp, codes, scales, fmt.group, 8),
+        "scales": scales,
         "factor": xp.asarray(factor, xp.float32),
     }
 
 
 def _split_rocmfp4(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
     b = _blocks(fmt, packed)
-    codes = _no_negative_zero(xp, _split_halves(xp, b[..., :16]))
-    return {"codes": _flat(codes, 2), "scales": _flat(_valid_ue4m3(xp, b[..., 16:]), 2)}
+    codes = _flat(_no_negative_zero(xp, _split_halves(xp, b[..., :16])), 2)
+    scales = _device_scale(xp, _flat(b[..., 16:], 2))
+    return {"codes": _clear_dead(xp, codes, scales, fmt.group, 8), "scales": scales}
 
 
 def _split_q8_0(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
     b = _blocks(fmt, packed)
-    return {"codes": _flat(b[..., 2:], 2), "scales": _as_f16(xp, b[..., :2])}
+    return {"codes": _flat(b[..., 2:], 2), "scales": _flat(b[..., :2], 2)}
 
 
 def _split_rocmfp8(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
     b = _blocks(fmt, packed)
-    return {"codes": _flat(b[..., :32], 2), "scales": _valid_ue4m3(xp, b[..., 32])}
+    return {"codes": _flat(b[..., :32], 2), "scales": _device_scale(xp, b[..., 32])}
 
 
 def _split_rocmfp6(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
@@ -435,7 +452,7 @@ def _split_rocmfp6(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) 
     level = xp.where(
         codes > 32, xp.uint8(32) - mag, xp.where(codes == 32, xp.uint8(0), mag + xp.uint8(32))
     )
-    return {"codes": _flat(level, 2), "scales": _flat(_valid_ue4m3(xp, b[..., 24:]), 2)}
+    return {"codes": _flat(level, 2), "scales": _device_scale(xp, _flat(b[..., 24:], 2))}
 
 
 def _bit_codes(xp: Any, b: Array, bits: int) -> Array:
@@ -452,8 +469,9 @@ def _bit_codes(xp: Any, b: Array, bits: int) -> Array:
 def _split_rocmfp3(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
     b = _blocks(fmt, packed)
     codes = _bit_codes(xp, b[..., :12], 3)
-    codes = xp.where(codes == 4, xp.uint8(0), codes)
-    return {"codes": _flat(codes, 2), "scales": _flat(_valid_ue4m3(xp, b[..., 12:]), 2)}
+    codes = _flat(xp.where(codes == 4, xp.uint8(0), codes), 2)
+    scales = _device_scale(xp, _flat(b[..., 12:], 2))
+    return {"codes": _clear_dead(xp, codes, scales, fmt.group, 4), "scales": scales}
 
 
 def _two_bit_codes(xp: Any, q: Array) -> Array:
@@ -472,7 +490,7 @@ def _split_rocmfp2(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) 
     if fmt.name == "rocmfp2_signed":
         scales = xp.where((scales & xp.uint8(0x7F)) == 0x7F, scales & xp.uint8(0x80), scales)
     else:
-        scales = _valid_ue4m3(xp, scales)
+        scales = _device_scale(xp, scales)
     return {"codes": _flat(codes, 2), "scales": _flat(scales, 2)}
 
 
@@ -512,7 +530,7 @@ def _split_q4_k(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> 
         "codes": _flat(codes, 4),
         "scales": _flat(scales, 2),
         "mins": _flat(mins, 2),
-        "supers": _flat(_as_f16(xp, b[..., :4].reshape(*b.shape[:-1], 2, 2)), 2),
+        "supers": _flat(b[..., :4], 2),
     }
 
 
@@ -524,21 +542,15 @@ def _split_q2_k(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> 
     return {
         "codes": _flat(codes, 4),
         "scales": _flat(b[..., :16], 2),
-        "supers": _flat(_as_f16(xp, b[..., 80:].reshape(*b.shape[:-1], 2, 2)), 2),
+        "supers": _flat(b[..., 80:], 2),
     }
 
 
 def _split_iq2_xxs(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
     b = _blocks(fmt, packed)
-    w = _u32(xp, b[..., 2:].reshape(*b.shape[:-1], 8, 2, 4))
-    w = (
-        w[..., 0]
-        | w[..., 1] << xp.uint32(8)
-        | w[..., 2] << xp.uint32(16)
-        | w[..., 3] << xp.uint32(24)
-    )
+    w = _u32_of_bytes(xp, b[..., 2:].reshape(*b.shape[:-1], 8, 2, 4))
     pairs = xp.swapaxes(w.reshape(*b.shape[:-2], -1, 2), -1, -2)
-    return {"codes": pairs, "scales": _as_f16(xp, b[..., :2])}
+    return {"codes": pairs, "scales": _flat(b[..., :2], 2)}
 
 
 def _split_hf_fp8(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
@@ -652,6 +664,12 @@ def _scale_bytes(words: jax.Array) -> Array:
     return _flat((w >> shifts) & jnp.uint32(255), 2)
 
 
+def _halves(words: jax.Array) -> Array:
+    """int32 [..., G, N] holding two float16 values a word -> float32 [..., N, G, 2]."""
+    w = jax.lax.bitcast_convert_type(jnp.swapaxes(words, -1, -2), jnp.float16)
+    return w.astype(jnp.float32)
+
+
 def _float_bits(bits: jax.Array) -> Array:
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32), jnp.float32)
 
@@ -663,9 +681,12 @@ def ue4m3(b: jax.Array) -> Array:
     return jnp.where(e == 0, m.astype(jnp.float32) * 2.0**-10, normal)
 
 
-def _spread(scales: jax.Array, k: int, group: int) -> Array:
-    """[..., N, >= K/group] -> [..., N, K/group, 1], for weights grouped the same way."""
-    return scales[..., : k // group, None]
+def device_scale(b: jax.Array) -> Array:
+    """Device scale bytes -> float32: 0, or (1 + M/8) * 2^(E - 22)."""
+    e, m = b >> jnp.uint32(3), b & jnp.uint32(7)
+    return jnp.where(
+        b == 0, 0.0, _float_bits((e + jnp.uint32(105)) << jnp.uint32(23) | m << jnp.uint32(20))
+    )
 
 
 def _grouped(a: jax.Array, group: int) -> Array:
@@ -704,7 +725,7 @@ def _weights_e8m0(q: QuantArray, fmt: Format) -> Array:
     return _flat((level * first[..., None]) * second[..., None], 2)
 
 
-def _weights_ue4m3(q: QuantArray, fmt: Format) -> Array:
+def _weights_bytes(q: QuantArray, fmt: Format) -> Array:
     codes = _codes(q, fmt)
     if fmt.bits == 4:
         level = _fp4_levels(codes, fmt)
@@ -723,15 +744,16 @@ def _weights_ue4m3(q: QuantArray, fmt: Format) -> Array:
         level = codes.astype(jnp.float32) - 1.0
     level = _grouped(level, fmt.group)
     b = _scale_bytes(q.scales)[..., : level.shape[-2]]
-    scale = ue4m3(b & jnp.uint32(127))[..., None]
     if fmt.name == "rocmfp2_signed":
-        scale = _signed(b[..., None], 7, scale)
+        scale = _signed(b, 7, ue4m3(b & jnp.uint32(127)))[..., None]
+    else:
+        scale = device_scale(b)[..., None]
     return _flat(level * scale, 2)
 
 
 def _weights_affine(q: QuantArray, fmt: Format) -> Array:
     codes = _grouped(_codes(q, fmt), SUB).astype(jnp.float32)
-    b = ue4m3(_scale_bytes(q.scales))
+    b = device_scale(_scale_bytes(q.scales))
     b = b.reshape(*b.shape[:-1], -1, 2)[..., : codes.shape[-2], :]
     return _flat(codes * b[..., :1] - b[..., 1:], 2)
 
@@ -753,7 +775,7 @@ def _weights_mix(q: QuantArray, fmt: Format) -> Array:
 def _weights_f16(q: QuantArray, fmt: Format) -> Array:
     level = jax.lax.bitcast_convert_type(_codes(q, fmt) << jnp.uint32(24), jnp.int32) >> 24
     level = _grouped(level.astype(jnp.float32), fmt.group)
-    d = jnp.swapaxes(q.scales, -1, -2).astype(jnp.float32)
+    d = _flat(_halves(q.scales), 2)[..., : level.shape[-2]]
     return _flat(level * d[..., None], 2)
 
 
@@ -761,8 +783,7 @@ def _supers(q: QuantArray) -> tuple[jax.Array, jax.Array]:
     """`d` and `dmin` as float32 [..., N, K/256]."""
     if q.supers is None:
         raise ValueError(f"{q.format}: super-block scales are missing")
-    s = jnp.swapaxes(q.supers, -1, -2).astype(jnp.float32)
-    s = s.reshape(*s.shape[:-1], -1, 2)
+    s = _halves(q.supers)
     return s[..., 0], s[..., 1]
 
 
@@ -803,7 +824,7 @@ def _weights_iq2_xxs(q: QuantArray, fmt: Format) -> Array:
     ) & jnp.uint32(127)
     parity = jax.lax.population_count(s7) & jnp.uint32(1)
     level = _signed((s7 | parity << jnp.uint32(7))[..., None] >> step, 0, mag)
-    d = jnp.repeat(jnp.swapaxes(q.scales, -1, -2).astype(jnp.float32), 8, -1)
+    d = jnp.repeat(_flat(_halves(q.scales), 2), 8, -1)
     scale = d * ((signs >> jnp.uint32(28)).astype(jnp.float32) + 0.5) * 0.25
     return _flat(scale[..., None, None] * level, 3)
 
@@ -819,7 +840,8 @@ def _weights_hf_fp8(q: QuantArray, fmt: Format) -> Array:
 
 _Weights = Callable[[QuantArray, Format], jax.Array]
 _BY_SCALE: dict[str, _Weights] = {
-    "ue4m3": _weights_ue4m3,
+    "e5m3": _weights_bytes,
+    "ue4m3": _weights_bytes,
     "e8m0": _weights_e8m0,
     "f16": _weights_f16,
     "k": _weights_k,
