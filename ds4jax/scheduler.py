@@ -134,12 +134,13 @@ class Scheduler:
         self.settings = settings or SchedulerConfig()
         self.clock = clock
         self.counters = Counters()
-        self.wake = threading.Condition()
+        self._wake = threading.Condition()
+        self._poked = False
         self._observer = observer
         self._on_health = on_health
-        self._inbox: deque[Callable[[], None]] = deque()  # guarded by wake
-        self._active: dict[str, Request] = {}  # guarded by wake
-        self._waiting_requests = 0  # guarded by wake
+        self._inbox: deque[Callable[[], None]] = deque()  # guarded by _wake
+        self._active: dict[str, Request] = {}  # guarded by _wake
+        self._waiting_requests = 0  # guarded by _wake
         self._open: dict[Request, int] = {}  # candidates not ended, per request
         self._lanes: dict[LaneRef, _Lane] = {}
         self._waiting: deque[_Lane] = deque()
@@ -177,14 +178,14 @@ class Scheduler:
         if request.deadline is not None and request.deadline <= now + self.estimate_wait():
             raise refusals.deadline_not_met(request.deadline - now, self.estimate_wait())
         total = len(request.lanes[0].prompt)
-        with self.wake:
+        with self._wake:
             self._refuse_now(request)
             request.progress = Progress(Phase.QUEUED, self._waiting_requests, 0, total)
             request.stream.on_drained = self._wake_up
             self._active[request.id] = request
             self._waiting_requests += 1
             self._inbox.append(lambda: self._enqueue(request))
-            self.wake.notify()
+            self._wake.notify()
 
     def cancel(
         self, request: Request, cause: str = "client", error: ServiceError | None = None
@@ -228,7 +229,7 @@ class Scheduler:
 
     def drain(self, error: Callable[[], ServiceError] | None = None) -> None:
         """Refuse new and queued requests with `error()` (default DRAINING); live ones finish."""
-        with self.wake:
+        with self._wake:
             self._draining = error or refusals.draining
         self._command(self._refuse_waiting)
 
@@ -346,6 +347,25 @@ class Scheduler:
             self._check()
         return dispatched
 
+    def poke(self) -> None:
+        """End a `rest` early, from any thread."""
+        self._wake_up()
+
+    def abandon(self) -> None:
+        """The engine thread is gone: refuse everything, and end every stream from outside."""
+        with self._wake:
+            self._draining = refusals.shutting_down
+            requests = list(self._active.values())
+        for request in requests:
+            request.stream.put(Failed(self.clock(), refusals.shutting_down()))
+
+    def rest(self, seconds: float | None) -> None:
+        """Wait in the engine thread for a command or a drained stream, at most this long."""
+        with self._wake:
+            if not self._inbox and not self._poked:
+                self._wake.wait(seconds)
+            self._poked = False
+
     def run(self, request: Request) -> Iterator[Event]:
         """Submit, and do the turns in this thread until the request has ended. For one-shot use.
 
@@ -392,24 +412,25 @@ class Scheduler:
         self._test_reference = token
 
     def _command(self, action: Callable[[], None]) -> None:
-        with self.wake:
+        with self._wake:
             self._inbox.append(action)
-            self.wake.notify()
+            self._wake.notify()
 
     def _wake_up(self) -> None:
-        with self.wake:
-            self.wake.notify()
+        with self._wake:
+            self._poked = True
+            self._wake.notify()
 
     def _take_commands(self) -> None:
         while True:
-            with self.wake:
+            with self._wake:
                 if not self._inbox:
                     return
                 action = self._inbox.popleft()
             action()
 
     def _next_wake(self, now: float) -> float | None:
-        with self.wake:
+        with self._wake:
             commands = bool(self._inbox)
         ready = any(not self._blocked(x) for x in self._parked) and not self._lanes
         ready = ready or self._freed or commands or bool(self._in_flight)
@@ -496,7 +517,7 @@ class Scheduler:
         if request.progress.phase is Phase.QUEUED:
             request.progress = Progress(Phase.PREFILL, 0, 0, lane.known)
             if not lane.test:
-                with self.wake:
+                with self._wake:
                     self._waiting_requests -= 1
             request.stream.put(Started(now, now - request.arrival))
         return True
@@ -698,6 +719,8 @@ class Scheduler:
                 break
         lane.dispatched_out = max(lane.dispatched_out, len(lane.outputs))
         self.counters.output_tokens += len(kept)
+        if not kept:  # drafts had filled the budget before this step
+            return
         lane.request.stream.put(
             Tokens(
                 now, lane.spec.candidate, tuple(kept),
@@ -771,7 +794,7 @@ class Scheduler:
         if self._open[request]:
             return
         del self._open[request]
-        with self.wake:
+        with self._wake:
             if self._active.get(request.id) is request:
                 del self._active[request.id]
                 if request.progress.phase is Phase.QUEUED:

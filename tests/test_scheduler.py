@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from executor_contract import ExecutorContract, generate
-from fake_executor import FakeExecutor, spec
 
 from ds4jax import config
 from ds4jax.plan import ExecutorLimits, LaneSpec, PlanError, ReasoningLimit, forced_token
@@ -27,6 +25,8 @@ from ds4jax.request import (
     Tokens,
 )
 from ds4jax.scheduler import Scheduler, SchedulerConfig, SlotState
+from tests.executor_contract import ExecutorContract, generate
+from tests.fake_executor import FakeExecutor, spec
 
 
 class Clock:
@@ -222,6 +222,21 @@ def test_a_finished_candidate_is_stopped_alone() -> None:
     events = drain(request)
     assert [e.candidate for e in events if isinstance(e, Ended)] == [1]
     assert len(ids(events, 1)) == 50 and len(ids(events, 0)) < 10
+
+
+@pytest.mark.parametrize("out", [1, 2, 7, 30])
+def test_several_tokens_per_step_give_the_same_answer(out: int) -> None:
+    bench = Bench()
+    bench.executor.burst = 4
+    lane = spec(120, out)
+    stop = alone(lane)[-1]
+    request = bench.submit(lane)
+    stopped = bench.submit(replace(lane, stop_ids=(stop,)))
+    bench.run()
+    assert ids(drain(request)) == alone(lane)
+    assert ids(drain(stopped)) == alone(lane)[: alone(lane).index(stop) + 1]
+    c = bench.scheduler.counters
+    assert c.verified == 3 * c.spec_steps and c.accepted_at.get(0, 0) <= c.verified_at.get(0, 0)
 
 
 # ---- who runs when -----------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The gRPC server of ds4jax: service, conversion, health, metrics, process. Needs extra `server`."""
+"""The gRPC server of ds4jax: service, conversion, health, metrics. Needs the extra `server`."""

@@ -1,0 +1,315 @@
+"""The server as a process: ports, security, health, reflection, and an orderly end.
+
+It binds before the model is loaded, so that health checks get an answer (NOT_SERVING) from the
+first second. SIGTERM or SIGINT drains, a second one stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from ds4jax_server import errors
+from ds4jax_server.admin import Admin
+from ds4jax_server.engine import Engine
+from ds4jax_server.metrics import Metrics
+from ds4jax_server.service import Services
+from ds4jax_server.settings import RECEIVE_BYTES, SEND_BYTES, SPARE_STREAMS, Loader, ServerConfig
+
+_LOG = logging.getLogger("ds4jax.server")
+PUBLIC = ("ds4jax.v1.GenerationService", "ds4jax.v1.ModelService")
+ADMIN = "ds4jax.v1.AdminService"
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+
+
+def channel_options(streams: int) -> list[tuple[str, int]]:
+    """Options of the listening side, by their exact names: gRPC ignores a misspelt one silently."""
+    return [
+        ("grpc.max_receive_message_length", RECEIVE_BYTES),
+        ("grpc.max_send_message_length", SEND_BYTES),
+        ("grpc.max_concurrent_streams", streams),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets nothing but health checks through without the bearer token."""
+
+    def __init__(self, token: str) -> None:
+        self._wanted = f"Bearer {token}".encode()
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Pass the call on, or answer it with UNAUTHENTICATED."""
+        if details.method.startswith("/grpc.health.v1.Health/"):
+            return await continuation(details)
+        given = [v for k, v in details.invocation_metadata or () if k == "authorization"]
+        sent = (given[0] if isinstance(given[0], bytes) else given[0].encode()) if given else b""
+        if hmac.compare_digest(sent, self._wanted):
+            return await continuation(details)
+        handler = await continuation(details)
+        return _refusing(handler, errors.status_of(errors.unauthenticated(bool(given)), ""))
+
+
+def _refusing(handler: Any, status: Any) -> Any:
+    """A handler of the same kind that answers with `status`."""
+
+    async def refuse(request: Any, context: Any) -> None:
+        await context.abort_with_status(status)
+
+    if handler is None:
+        return None
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[bool(handler.request_streaming), bool(handler.response_streaming)]
+    return make(refuse, handler.request_deserializer, handler.response_serializer)
+
+
+class Server:
+    """One server. `start`, then `wait`; `stop` from the same event loop, or signals.
+
+    Attributes:
+        port: the bound TCP port, or None.
+    """
+
+    def __init__(self, config: ServerConfig, loader: Loader, *, lanes: int) -> None:
+        self.config = config
+        self.port: int | None = None
+        self.admin_port: int | None = None
+        self.metrics_port: int | None = None
+        self.metrics = Metrics()
+        self.engine = Engine(
+            config, loader, on_health=self._health_changed, on_step=self.metrics.on_step
+        )
+        self.services = Services(self.engine, config, self.metrics)
+        self.admin = Admin(self.engine, config)
+        self._streams = lanes + config.scheduler.max_waiting + SPARE_STREAMS
+        self._health = health.aio.HealthServicer()
+        self._servers: list[Any] = []
+        self._close_metrics: Callable[[], None] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._stop_now = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ---- start ---------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bind every port, then begin loading.
+
+        Raises:
+            OSError, RuntimeError: an address that cannot be bound.
+        """
+        self._loop = asyncio.get_running_loop()
+        token = self.config.token()
+        interceptors = [TokenInterceptor(token)] if token else []
+        if self.config.exposed and not self.config.tls_cert:
+            _LOG.warning(
+                "%s can be reached from other machines and is not encrypted: set --tls-cert and"
+                " --tls-key, or bind to 127.0.0.1",
+                self.config.host,
+            )
+        await self._set_health(False)
+        public = self._server(interceptors, self.services.handlers(), PUBLIC)
+        if self.config.port is not None:
+            address = f"{self.config.host}:{self.config.port}"
+            self.port = self._bind(public, address, secure=self.config.tls_cert is not None)
+        if self.config.unix is not None:
+            self._bind_unix(public, self.config.unix)
+        if self.config.admin is not None:
+            admin = self._server(interceptors, self.admin.handlers(), (ADMIN,))
+            if self.config.admin.startswith("unix:"):
+                self._bind_unix(admin, self.config.admin.removeprefix("unix:"))
+            else:
+                self.admin_port = self._bind(admin, self.config.admin, secure=False)
+        self.metrics.watch(self.engine)
+        if self.config.metrics_port is not None:
+            self._close_metrics = self.metrics.serve(
+                self.config.metrics_port, self.config.metrics_host
+            )
+        for server in self._servers:
+            await server.start()
+        self.engine.start()
+        self._background(self._watch_engine())
+
+    def _server(self, interceptors: Any, handlers: list[Any], names: tuple[str, ...]) -> Any:
+        server = grpc.aio.server(
+            interceptors=interceptors, options=channel_options(self._streams),
+            maximum_concurrent_rpcs=self._streams,
+        )  # fmt: skip
+        server.add_generic_rpc_handlers(handlers)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        shown = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
+        servicer = reflection.aio.ReflectionServicer(service_names=shown)
+        method = grpc.stream_stream_rpc_method_handler(
+            servicer.ServerReflectionInfo,
+            reflection_pb2.ServerReflectionRequest.FromString,
+            reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )  # v1 has the messages of v1alpha
+        server.add_generic_rpc_handlers(
+            [
+                grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
+                for name in (reflection.SERVICE_NAME, _REFLECTION_V1)
+            ]
+        )
+        self._servers.append(server)
+        return server
+
+    def _bind(self, server: Any, address: str, *, secure: bool) -> int:
+        try:
+            if secure:
+                bound = server.add_secure_port(address, self._credentials())
+            else:
+                bound = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot bind {address}: {error}; is it in use?") from error
+        if not bound:
+            raise OSError(f"cannot bind {address}: is it in use?")
+        return int(bound)
+
+    def _bind_unix(self, server: Any, path: str) -> None:
+        """A socket file of a dead server is removed; anything else in its place is not."""
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise OSError(f"cannot bind unix:{path}: a file that is no socket is in its place")
+            if _is_alive(path):
+                raise OSError(f"cannot bind unix:{path}: another server listens there")
+            os.unlink(path)
+        self._bind(server, f"unix:{path}", secure=False)
+
+    def _credentials(self) -> Any:
+        c = self.config
+        assert c.tls_cert and c.tls_key
+        pair = (Path(c.tls_key).read_bytes(), Path(c.tls_cert).read_bytes())
+        ca = Path(c.tls_client_ca).read_bytes() if c.tls_client_ca else None
+        return grpc.ssl_server_credentials(
+            [pair], root_certificates=ca, require_client_auth=ca is not None
+        )
+
+    # ---- health --------------------------------------------------------------------------------
+
+    async def _set_health(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        for name in ("", *PUBLIC, ADMIN):
+            await self._health.set(name, value)
+
+    def _health_changed(self, ready: bool, reason: str) -> None:
+        """From any thread."""
+        loop = self._loop
+        if loop is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._apply_health)
+
+    def _apply_health(self) -> None:
+        self._background(self._set_health(self.engine.ready))
+
+    def _background(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch_engine(self) -> None:
+        """Stop if the engine ends by itself (loading failed, or it died)."""
+        while not self.engine.ended.is_set():
+            await asyncio.sleep(0.1)
+        if self._stopping is None:
+            self.stop(0.0)
+
+    # ---- stop ----------------------------------------------------------------------------------
+
+    def install_signals(self) -> None:
+        """SIGTERM and SIGINT: drain; once more: stop now."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal)
+
+    def on_signal(self) -> None:
+        """First call drains, the next one stops now."""
+        if self._stopping is None:
+            _LOG.info("draining for at most %g s; once more stops now", self.config.grace)
+            self.stop(self.config.grace)
+        else:
+            self._stop_now.set()
+
+    def stop(self, grace: float) -> None:
+        """Refuse new requests, let running ones finish within `grace` seconds, then end them."""
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._stop(grace))
+
+    async def _stop(self, grace: float) -> None:
+        self.engine.drain()
+        await self._set_health(False)
+        await self._until(lambda: self.engine.idle, grace)
+        self.engine.shut_down()
+        await self._until(lambda: self.engine.idle, 2.0, urgent=False)
+        for server in self._servers:
+            await server.stop(0.5)
+        await asyncio.to_thread(self.engine.stop, 5.0)
+        self._close_metrics()
+        self._stopped.set()
+
+    async def _until(
+        self, condition: Callable[[], bool], seconds: float, *, urgent: bool = True
+    ) -> None:
+        """Wait for a condition, the time, or (if urgent) the second signal."""
+        end = asyncio.get_running_loop().time() + seconds
+        while not condition() and asyncio.get_running_loop().time() < end:
+            if urgent and self._stop_now.is_set():
+                return
+            await asyncio.sleep(0.02)
+
+    async def wait(self) -> int:
+        """Until the server has stopped; the exit code."""
+        await self._stopped.wait()
+        return 0 if self.engine.error is None else 1
+
+
+def _is_alive(path: str) -> bool:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def run(config: ServerConfig, loader: Loader, *, lanes: int, announce: Any = None) -> int:
+    """Serve until told to stop; the exit code. `announce(server)` is called once it is bound."""
+
+    async def main() -> int:
+        server = Server(config, loader, lanes=lanes)
+        await server.start()
+        server.install_signals()
+        if announce is not None:
+            announce(server)
+        return await server.wait()
+
+    return asyncio.run(main())
+
+
+__all__ = ["Server", "channel_options", "run"]

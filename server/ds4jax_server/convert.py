@@ -1,0 +1,469 @@
+"""From a wire request to lanes: every check, all violations at once, and the prompt.
+
+What a field may hold is stated in the proto; the rules of chats are `ds4jax.chat_request`'s and
+those of sampling and stopping `ds4jax.config`'s. Nothing is dropped or clamped: what cannot be
+honoured is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import numpy as np
+from google.protobuf import unknown_fields
+
+from ds4jax import chat, chat_request, config, refusals
+from ds4jax.plan import ExecutorLimits, LaneSpec, PlanError, ReasoningLimit
+from ds4jax.tokenizer import TokenizerError
+from ds4jax_server.errors import InvalidRequest, Violation, unsupported
+from ds4jax_server.pb import generation_pb2 as pb
+from ds4jax_server.settings import MAX_CANDIDATES, ServedModel, ServerConfig
+
+ReasoningMode = Literal["separate", "omit", "inline"]
+_OPAQUE = ("google.protobuf.",)  # messages whose inside is checked where they are used
+_CONSTRAINED = "decoding is not constrained yet, and a prompt alone is no promise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInfo:
+    """A prompt and where its answer starts."""
+
+    ids: list[int]
+    text: str
+    start: chat.StartState = "content"
+    tools_declared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputPlan:
+    """How the answer is to be sent. Times in seconds."""
+
+    token_ids: bool
+    logprobs: bool
+    echo: bool
+    include_stop: bool
+    reasoning: ReasoningMode
+    min_delta: float
+    progress: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A checked request."""
+
+    lanes: tuple[LaneSpec, ...]
+    prompt: PromptInfo
+    output: OutputPlan
+    stop_strings: tuple[str, ...]
+    user_stop_ids: frozenset[int]
+    ignore_eos: bool
+    time_limit: float | None
+
+
+class Converter:
+    """Conversions for one model and one executor. Safe to use from several threads."""
+
+    def __init__(self, model: ServedModel, limits: ExecutorLimits, server: ServerConfig) -> None:
+        self.model = model
+        self.limits = limits
+        self.server = server
+
+    # ---- prompts -------------------------------------------------------------------------------
+
+    def check(self, request: Any) -> list[Violation]:
+        """What is wrong with the form and the input of any request that has an `input`."""
+        out = list(_walk(request, ""))
+        kind = request.WhichOneof("input")
+        if kind is None:
+            names = ", ".join(f.name for f in request.DESCRIPTOR.oneofs_by_name["input"].fields)
+            out.append(Violation("input", f"is missing: set one of {names}", "EMPTY_PROMPT"))
+        elif kind == "chat":
+            parsed, found = _chat_request(request.chat)
+            out += found
+            for v in chat_request.problems(parsed, self._profile):
+                reason = "INVALID_REQUEST" if v.reason == chat_request.INVALID else v.reason
+                out.append(Violation(_wire_path(v.path), v.message, reason))
+        elif kind == "text" and not request.text:
+            out.append(Violation("text", "is empty, must hold a prompt", "EMPTY_PROMPT"))
+        elif kind == "tokens":
+            out += self._check_ids(request.tokens.ids, "tokens.ids")
+            if not request.tokens.ids:
+                out.append(Violation("tokens.ids", "is empty, must hold a prompt", "EMPTY_PROMPT"))
+        return out
+
+    def _check_ids(self, ids: Any, path: str) -> list[Violation]:
+        size = self.model.vocab_size
+        bad = [(i, t) for i, t in enumerate(ids) if t >= size]
+        return [
+            Violation(f"{path}[{i}]", f"is {t}, must be in 0..{size - 1}", "INVALID_TOKEN_ID")
+            for i, t in bad[:50]
+        ]
+
+    def unsupported_input(self, request: Any) -> dict[str, str]:
+        """Features of the input that cannot be honoured."""
+        kind = request.WhichOneof("input")
+        if kind in ("chat", "text") and self.model.tokenizer is None:
+            return {f"{kind}": "the model has no tokenizer: send token ids"}
+        if kind == "chat":
+            mode = request.chat.tool_choice.mode
+            for name in ("REQUIRED", "NAMED"):
+                if mode == getattr(pb.ToolChoice, f"MODE_{name}"):
+                    return {f"tool_choice.{name.lower()}": _CONSTRAINED}
+        return {}
+
+    def prompt(self, request: Any) -> PromptInfo:
+        """Ids of the input of a request that passed `check`.
+
+        Raises:
+            InvalidRequest: a text that cannot be encoded.
+        """
+        kind = request.WhichOneof("input")
+        if kind == "tokens":
+            return self._token_prompt(list(request.tokens.ids))
+        tokenizer = self.model.tokenizer
+        assert tokenizer is not None
+        try:
+            if kind == "text":
+                return PromptInfo(ids=tokenizer.encode_completion(request.text), text=request.text)
+            parsed, _ = _chat_request(request.chat)
+            rendered = chat.render(parsed, self._profile)
+            return PromptInfo(
+                ids=tokenizer.encode_pieces(rendered.pieces),
+                text=rendered.text,
+                start=rendered.start,
+                tools_declared=rendered.tools_declared,
+            )
+        except TokenizerError as error:
+            raise InvalidRequest([Violation(kind, str(error))]) from None
+
+    def _token_prompt(self, ids: list[int]) -> PromptInfo:
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            return PromptInfo(ids=ids, text="")
+        start: chat.StartState = (
+            "reasoning" if ids[-1] == tokenizer.markers.think_open else "content"
+        )
+        return PromptInfo(ids=ids, text=tokenizer.decode(ids), start=start)
+
+    @property
+    def _profile(self) -> chat_request.Profile:
+        return cast(chat_request.Profile, self.model.chat_profile)
+
+    # ---- generate ------------------------------------------------------------------------------
+
+    def call(self, request: Any, found: Iterable[Violation] = ()) -> Call:
+        """Everything of a GenerateRequest; `found`: violations known before.
+
+        Raises:
+            ServiceError: wrong (InvalidRequest, with every violation), unsupported, or too long.
+        """
+        violations = [*found, *self.check(request), *self._check_generate(request)]
+        if violations:
+            raise InvalidRequest(violations)
+        features = self.unsupported_input(request) | _unsupported_options(request)
+        if features:
+            raise unsupported(features)
+        prompt = self.prompt(request)
+        budget = self._budget(request.stopping, len(prompt.ids))
+        sampling = _sampling(request)
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
+        stops, user_stops = self._stop_ids(request.stopping)
+        base = LaneSpec(
+            prompt=np.array(prompt.ids, np.int32),
+            sampling=config.SamplingParams(**{**vars(sampling), "seed": seed}),
+            max_output_tokens=budget,
+            stop_ids=stops,
+            min_output_tokens=request.stopping.min_output_tokens,
+            reasoning=self._reasoning_limit(request.stopping, prompt),
+            speculate=request.speculation != pb.SPECULATION_OFF,
+        )
+        count = request.candidate_count if request.HasField("candidate_count") else 1
+        return Call(
+            lanes=tuple(_with_candidate(base, c) for c in range(count)),
+            prompt=prompt,
+            output=_output_plan(request.output),
+            stop_strings=tuple(request.stopping.stop_strings),
+            user_stop_ids=user_stops,
+            ignore_eos=request.stopping.ignore_eos,
+            time_limit=_time_limit(request.stopping),
+        )
+
+    def _check_generate(self, request: Any) -> Iterator[Violation]:
+        for name, text in config.sampling_problems(cast(Any, _sampling(request))):
+            group = "output" if "logprobs" in name else "sampling"
+            yield Violation(f"{group}.{name}", text)
+        for name, text in config.stopping_problems(cast(Any, _stopping(request))):
+            yield Violation(f"stopping.{name}", text)
+        yield from self._check_ids(request.sampling.logit_bias, "sampling.logit_bias")
+        yield from self._check_ids(request.stopping.stop_token_ids, "stopping.stop_token_ids")
+        most = min(MAX_CANDIDATES, self.limits.num_slots)
+        if request.HasField("candidate_count") and not 1 <= request.candidate_count <= most:
+            yield Violation(
+                "candidate_count", f"is {request.candidate_count}, must be in 1..{most}"
+            )
+        name = request.request_id
+        if len(name) > 128 or not (name.isascii() and (name.isprintable() or not name)):
+            yield Violation("request_id", "must be at most 128 printable ASCII characters")
+        if request.output.echo and request.WhichOneof("input") == "chat":
+            yield Violation("output.echo", "goes with text or tokens, the input is a chat")
+        yield from _check_durations(request)
+
+    def _budget(self, stopping: Any, prompt: int) -> int:
+        """Output tokens allowed: what was asked for, else what fits and the server's cap."""
+        room = self.limits.max_ctx - prompt
+        if stopping.HasField("max_output_tokens"):
+            asked: int = stopping.max_output_tokens
+            if asked > room:
+                raise refusals.context_length_exceeded(prompt, asked, self.limits.max_ctx)
+            return asked
+        if room < 1:
+            raise refusals.context_length_exceeded(prompt, None, self.limits.max_ctx)
+        room = min(room, max(1, self.limits.num_pages * config.PAGE_TOKENS - prompt))
+        budget = min(room, self.server.default_max_tokens or room)
+        if budget < stopping.min_output_tokens:
+            text = f"is {stopping.min_output_tokens}, there is room for {budget} tokens"
+            raise InvalidRequest([Violation("stopping.min_output_tokens", text)])
+        return budget
+
+    def _stop_ids(self, stopping: Any) -> tuple[tuple[int, ...], frozenset[int]]:
+        user = dict.fromkeys(int(t) for t in stopping.stop_token_ids)
+        own: dict[int, None] = {}
+        if self.model.tokenizer is not None and not stopping.ignore_eos:
+            m = self.model.tokenizer.markers
+            own = dict.fromkeys((m.eos, m.bos, m.user, m.assistant))
+        return tuple(own | user), frozenset(user)
+
+    def _reasoning_limit(self, stopping: Any, prompt: PromptInfo) -> ReasoningLimit | None:
+        if not stopping.HasField("max_reasoning_tokens") or self.model.tokenizer is None:
+            return None
+        m = self.model.tokenizer.markers
+        return ReasoningLimit(
+            max_tokens=stopping.max_reasoning_tokens,
+            starts_open=prompt.start == "reasoning",
+            open_id=m.think_open,
+            close_id=m.think_close,
+            also_close_ids=(m.dsml,) if prompt.tools_declared else (),
+        )
+
+
+def _with_candidate(base: LaneSpec, candidate: int) -> LaneSpec:
+    values = {f.name: getattr(base, f.name) for f in fields(base)}
+    return LaneSpec(**{**values, "candidate": candidate})
+
+
+# ---- groups of fields --------------------------------------------------------------------------
+
+
+def _sampling(request: Any) -> SimpleNamespace:
+    """Fields of `config.SamplingParams`, defaults where absent, not checked."""
+    p, out = request.sampling, SimpleNamespace()
+    for f in fields(config.SamplingParams):
+        setattr(out, f.name, f.default)
+    for name in (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+        "presence_penalty", "penalty_window", "seed",
+    ):  # fmt: skip
+        if p.HasField(name):
+            setattr(out, name, getattr(p, name))
+    out.logit_bias = tuple(sorted(p.logit_bias.items()))
+    if request.output.HasField("top_logprobs"):
+        out.top_logprobs = request.output.top_logprobs
+    out.logprobs_after_sampling = request.output.logprobs_after_sampling
+    return out
+
+
+def _stopping(request: Any) -> SimpleNamespace:
+    """Fields of `config.StoppingCriteria`, not checked."""
+    s, out = request.stopping, SimpleNamespace()
+    for f in fields(config.StoppingCriteria):
+        setattr(out, f.name, f.default)
+    for name in ("max_output_tokens", "min_output_tokens", "max_reasoning_tokens"):
+        if s.HasField(name):
+            setattr(out, name, getattr(s, name))
+    out.stop_strings = tuple(s.stop_strings)
+    out.stop_token_ids = tuple(s.stop_token_ids)
+    out.ignore_eos = s.ignore_eos
+    out.time_limit = _time_limit(s)
+    return out
+
+
+def _seconds(duration: Any) -> float:
+    return float(duration.seconds + duration.nanos * 1e-9)
+
+
+def _time_limit(stopping: Any) -> float | None:
+    return _seconds(stopping.time_limit) if stopping.HasField("time_limit") else None
+
+
+def _check_durations(request: Any) -> Iterator[Violation]:
+    for name, low, high in (("min_delta_interval", 0.0, 60.0), ("progress_interval", 0.1, 3600.0)):
+        if request.output.HasField(name):
+            value = _seconds(getattr(request.output, name))
+            if not low <= value <= high:
+                yield Violation(f"output.{name}", f"is {value:g} s, must be in {low:g}..{high:g} s")
+
+
+def _output_plan(output: Any) -> OutputPlan:
+    modes: dict[int, ReasoningMode] = {
+        pb.OutputOptions.REASONING_OMIT: "omit",
+        pb.OutputOptions.REASONING_INLINE: "inline",
+    }
+    interval = _seconds(output.progress_interval) if output.HasField("progress_interval") else 2.0
+    return OutputPlan(
+        token_ids=output.token_ids,
+        logprobs=output.HasField("top_logprobs"),
+        echo=output.echo,
+        include_stop=output.include_stop_string,
+        reasoning=modes.get(output.reasoning, "separate"),
+        min_delta=_seconds(output.min_delta_interval),
+        progress=interval,
+    )
+
+
+def _unsupported_options(request: Any) -> dict[str, str]:
+    out: dict[str, str] = {}
+    kind = request.response_format.WhichOneof("format")
+    if kind not in (None, "text"):
+        out[f"response_format.{kind}"] = _CONSTRAINED
+    if request.priority in (pb.PRIORITY_LOW, pb.PRIORITY_HIGH):
+        out["priority"] = "order is strictly by arrival"
+    if request.cache.mode in (pb.CacheOptions.MODE_USE, pb.CacheOptions.MODE_READ_ONLY):
+        out["cache.mode"] = "there is no prefix cache"
+    if request.cache.session_id:
+        out["cache.session_id"] = "there is no prefix cache"
+    if request.output.prompt_logprobs:
+        out["output.prompt_logprobs"] = "the commands logits and score give them"
+    if request.speculation == pb.SPECULATION_REJECTION:
+        out["speculation.rejection"] = "use AUTO, whose tokens are those of OFF"
+    return out
+
+
+# ---- chats -------------------------------------------------------------------------------------
+
+_ROLES: dict[int, chat_request.Role] = {
+    pb.Message.ROLE_SYSTEM: "system",
+    pb.Message.ROLE_USER: "user",
+    pb.Message.ROLE_ASSISTANT: "assistant",
+    pb.Message.ROLE_TOOL: "tool",
+    pb.Message.ROLE_LATEST_REMINDER: "latest_reminder",
+    pb.Message.ROLE_DEVELOPER: "system",
+}
+_TOOL_MODES: dict[int, chat_request.ToolMode] = {
+    pb.ToolChoice.MODE_NONE: "none",
+    pb.ToolChoice.MODE_REQUIRED: "required",
+    pb.ToolChoice.MODE_NAMED: "named",
+}
+
+
+def _chat_request(wire: Any) -> tuple[chat_request.ChatRequest, list[Violation]]:
+    """The chat in terms of the prompt format, and what has no place in them."""
+    violations: list[Violation] = []
+    messages = tuple(
+        _message(m, f"chat.messages[{i}]", violations) for i, m in enumerate(wire.messages)
+    )
+    tools = []
+    for i, tool in enumerate(wire.tools):
+        try:
+            tools.append(
+                chat_request.Tool.from_parts(tool.name, tool.description, tool.parameters_json)
+            )
+        except ValueError as error:
+            path = f"chat.tools[{i}].parameters_json"
+            violations.append(Violation(path, f"is not a JSON object: {error}"))
+    thinking = {pb.Thinking.MODE_ON: True, pb.Thinking.MODE_OFF: False}.get(wire.thinking.mode)
+    effort = {1: "low", 2: "high", 3: "max"}.get(wire.thinking.effort)
+    drop = wire.thinking.drop_thinking if wire.thinking.HasField("drop_thinking") else True
+    as_user = wire.system_placement == pb.SYSTEM_PLACEMENT_AS_USER
+    request = chat_request.ChatRequest(
+        messages=messages,
+        tools=tuple(tools),
+        tool_choice=chat_request.ToolChoice(
+            mode=_TOOL_MODES.get(wire.tool_choice.mode, "auto"), name=wire.tool_choice.name
+        ),
+        thinking=thinking,
+        effort=effort,
+        drop_thinking=drop,
+        system_placement="as_user" if as_user else "front",
+    )
+    return request, violations
+
+
+def _message(wire: Any, path: str, violations: list[Violation]) -> chat_request.Message:
+    if wire.role == pb.Message.ROLE_UNSPECIFIED:
+        violations.append(Violation(f"{path}.role", "is missing"))
+    for i, part in enumerate(wire.parts):
+        if part.WhichOneof("data") is None:
+            violations.append(Violation(f"{path}.parts[{i}]", "is empty, must hold text"))
+    task = None
+    if wire.task in pb.Message.Task.values() and wire.task:
+        task = pb.Message.Task.Name(wire.task).removeprefix("TASK_").lower()
+    return chat_request.Message(
+        role=_ROLES.get(wire.role, "user"),
+        content=chat_request.join_parts(part.text for part in wire.parts),
+        reasoning=wire.reasoning,
+        tool_calls=tuple(_tool_call(c) for c in wire.tool_calls),
+        tool_call_id=wire.tool_call_id,
+        prefix=wire.prefix,
+        task=cast(Any, task),
+    )
+
+
+def _tool_call(wire: Any) -> chat_request.ToolCall:
+    arguments = wire.arguments_json or "{}"
+    if wire.WhichOneof("arguments") == "arguments_struct":
+        arguments = json.dumps(_plain(wire.arguments_struct), ensure_ascii=False)
+    return chat_request.ToolCall(name=wire.name, arguments=arguments, id=wire.id)
+
+
+def _plain(value: Any) -> Any:
+    """A Struct (or a value in one) as Python values: keys sorted, whole numbers as integers."""
+    name = value.DESCRIPTOR.name
+    if name == "Struct":
+        return {k: _plain(value.fields[k]) for k in sorted(value.fields)}
+    if name == "ListValue":
+        return [_plain(v) for v in value.values]
+    kind = value.WhichOneof("kind")
+    if kind in ("struct_value", "list_value"):
+        return _plain(getattr(value, kind))
+    if kind == "number_value":
+        number = value.number_value
+        return int(number) if number.is_integer() and abs(number) < 2**53 else number
+    return None if kind in (None, "null_value") else getattr(value, kind)
+
+
+def _wire_path(path: str) -> str:
+    """Path of a chat field as in the proto."""
+    path = path.replace(".content", ".parts")
+    path = "thinking.effort" if path == "effort" else path
+    return "chat" if not path else f"chat.{path}"
+
+
+def _walk(message: Any, path: str) -> Iterator[Violation]:
+    """Unknown fields and unknown enum values anywhere in a message."""
+    unknown = unknown_fields.UnknownFieldSet(message)
+    for number in sorted({unknown[i].field_number for i in range(len(unknown))}):
+        where = path.rstrip(".") or message.DESCRIPTOR.name
+        yield Violation(where, f"holds field number {number}, which does not exist")
+    for descriptor, value in message.ListFields():
+        name = f"{path}{descriptor.name}"
+        if descriptor.enum_type is not None:
+            if value not in descriptor.enum_type.values_by_number:
+                known = ", ".join(descriptor.enum_type.values_by_name)
+                yield Violation(name, f"is {value}, must be one of {known}")
+        elif descriptor.message_type is not None:
+            kind = descriptor.message_type
+            if kind.full_name.startswith(_OPAQUE) or kind.GetOptions().map_entry:
+                continue
+            if descriptor.is_repeated:
+                for i, item in enumerate(value):
+                    yield from _walk(item, f"{name}[{i}].")
+            else:
+                yield from _walk(value, f"{name}.")
+
+
+__all__ = ["Call", "Converter", "OutputPlan", "PlanError", "PromptInfo"]
