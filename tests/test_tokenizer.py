@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 from itertools import pairwise
@@ -10,10 +9,16 @@ from typing import Any
 
 import pytest
 import regex
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_tools import real_tokenizer, real_tokenizer_file, toy_parts, toy_tokenizer, vectors
+from text_tools import (
+    real_tokenizer,
+    real_tokenizer_file,
+    toy_parts,
+    toy_tokenizer,
+    trained,
+    vectors,
+)
 
 from ds4jax import tokenizer
 from ds4jax.tokenizer import MARKER_SPELLINGS, Tokenizer, TokenizerError, TokenizerMissingError
@@ -295,22 +300,6 @@ def test_gguf_without_a_tokenizer() -> None:
 
 
 # -- tokenizer.json --------------------------------------------------------------------------------
-
-
-@functools.cache
-def trained(size: int) -> str:
-    """A small vocabulary trained with the library, as its own JSON."""
-    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tok.pre_tokenizer = tokenizer.pre_tokenizer()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(MARKER_SPELLINGS.values()),
-    )
-    text = [case["text"] for case in DATA["cases"]] * 3
-    tok.train_from_iterator(text, trainer)
-    return tok.to_str()
 
 
 def test_small_trained_vocabulary() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from ds4jax import tokenizer
 
@@ -60,3 +61,19 @@ def toy_tokenizer() -> tokenizer.Tokenizer:
     """One token per byte, plus the markers at other ids than the published ones."""
     tokens, added = toy_parts()
     return tokenizer.Tokenizer.from_vocab(tokens, [], added, source="toy")
+
+
+@functools.cache
+def trained(size: int) -> str:
+    """A small vocabulary trained with the library, as its own JSON."""
+    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tok.pre_tokenizer = tokenizer.pre_tokenizer()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(tokenizer.MARKER_SPELLINGS.values()),
+    )
+    text = [case["text"] for case in vectors("tokenizer.json")["cases"]] * 3
+    tok.train_from_iterator(text, trainer)
+    return tok.to_str()
