@@ -57,7 +57,8 @@ class FakeHandle:
         self._executor = executor
         self._result = result
         self._error = error
-        self._ready = executor.clock() + executor.step_seconds
+        self._ready = max(executor.clock(), executor.busy_until) + executor.step_seconds
+        executor.busy_until = self._ready
         self._read = False
 
     def done(self) -> bool:
@@ -91,6 +92,7 @@ class FakeExecutor:
         num_pages: int | None = None,
         chunk_tokens: int = 128,
         vocab_size: int = 1000,
+        draw_below: int | None = None,
         snapshot_room: int = 1 << 30,
         step_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -103,7 +105,9 @@ class FakeExecutor:
             num_pages=num_slots * per_slot if num_pages is None else num_pages,
         )  # fmt: skip
         self.pages = PageAllocator(self.limits.num_pages, num_slots, per_slot, page_order)
+        self.draw_below = draw_below or vocab_size  # ids that it says unless told what to say
         self.step_seconds = step_seconds
+        self.busy_until = 0.0
         self.clock = clock
         self.script = script
         self.snapshot_room = snapshot_room
@@ -266,7 +270,7 @@ class FakeExecutor:
         return LaneResult(lane=ref, tokens=(result,))
 
     def _sample(self, lane: _Lane) -> TokenResult:
-        spec, count, vocab = lane.spec, len(lane.output), self.limits.vocab_size
+        spec, count, vocab = lane.spec, len(lane.output), self.draw_below
         banned = spec.stop_ids if count < spec.min_output_tokens else ()
         forced = plan_lib.forced_token(spec.reasoning, lane.output)
         script = self.script(spec)

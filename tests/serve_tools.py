@@ -24,6 +24,11 @@ from tests.fake_executor import FakeExecutor
 from tests.text_tools import toy_tokenizer
 
 
+def fake(**kwargs: Any) -> FakeExecutor:
+    """An executor with the toy vocabulary that says no marker unless told to."""
+    return FakeExecutor(vocab_size=toy_tokenizer().vocab_size, draw_below=256, **kwargs)
+
+
 def quick(**kwargs: Any) -> SchedulerConfig:
     """Scheduler settings of a test server."""
     return SchedulerConfig(**{"coalesce": 0.0, "check_invariants": True, **kwargs})
@@ -65,7 +70,7 @@ def serving(
     **config: Any,
 ) -> Iterator[Running]:
     """A server for the time of the block."""
-    made = FakeExecutor(vocab_size=274) if executor is None else executor
+    made = fake() if executor is None else executor
     tok = toy_tokenizer() if tokenizer == "toy" else tokenizer
 
     def loader(report: Report) -> tuple[Executor, ServedModel]:

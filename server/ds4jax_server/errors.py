@@ -79,8 +79,17 @@ def unauthenticated(given: bool) -> ServiceError:
     )
 
 
-def status_of(error: ServiceError, request_id: str) -> Any:
-    """The status for `abort_with_status`, details included."""
+@dataclass(frozen=True)
+class _Status(grpc.Status):  # type: ignore[misc]
+    code: Any
+    details: str
+    trailing_metadata: Any
+
+
+def status_of(
+    error: ServiceError, request_id: str, metadata: tuple[tuple[str, str], ...] = ()
+) -> Any:
+    """The status for `abort_with_status`: details, and more trailing metadata."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     details: list[Any] = [info, error_details_pb2.RequestInfo(request_id=request_id)]
     if isinstance(error, InvalidRequest):
@@ -101,4 +110,5 @@ def status_of(error: ServiceError, request_id: str) -> Any:
         wrapped.Pack(detail)
         packed.append(wrapped)
     status = status_pb2.Status(code=code.value[0], message=error.message[:2000], details=packed)
-    return rpc_status.to_status(status)
+    made = rpc_status.to_status(status)
+    return _Status(made.code, made.details, (*made.trailing_metadata, *metadata))

@@ -58,6 +58,10 @@ def duration(seconds: float) -> Any:
     return out
 
 
+class ClientGone(Exception):
+    """Nobody is left to write to."""
+
+
 @dataclass(frozen=True)
 class Parsed:
     """What the bytes of a call were: a message (None: no message), and what is wrong with them."""
@@ -285,8 +289,11 @@ class Services:
         except ServiceError as error:
             code = error.code
             run.error = error
-            context.set_trailing_metadata(run.trailing_metadata())
-            await context.abort_with_status(errors.status_of(error, request_id))
+            await context.abort_with_status(
+                errors.status_of(error, request_id, run.trailing_metadata())
+            )
+        except ClientGone:
+            code = "DEADLINE_EXCEEDED" if run.deadline_passed else "CANCELLED"
         except asyncio.CancelledError:
             code = "DEADLINE_EXCEEDED" if run.deadline_passed else "CANCELLED"
             raise
@@ -501,6 +508,8 @@ class _Run:
             if failure is not None and not _being_cancelled():
                 raise failure.error from None
             raise
+        except Exception as error:  # of gRPC's own: the call is over
+            raise ClientGone from error
         finally:
             self._task = None
 
