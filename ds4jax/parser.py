@@ -250,7 +250,6 @@ class _StopMatcher:
                 self._matched[i] = k
                 if k == len(stop):
                     complete = max(complete, stop, key=len)
-                    self._matched[i] = borders[k - 1]
             if complete:
                 self._held = ""
                 end = pos + 1
@@ -359,8 +358,6 @@ class _Machine:
             self._tag_marker()
         elif (spelling == _THINK_OPEN) == (self.state == "reasoning"):  # dropped
             self._anomalies["repeated_think" if spelling == _THINK_OPEN else "stray_think_end"] += 1
-            if "<" in self._tail:
-                self._release_tail()
         else:
             if spelling == _THINK_OPEN:
                 self._anomalies["reopened_think"] += 1
@@ -400,7 +397,6 @@ class _Machine:
             return
         if self.state == "reasoning":
             self._anomalies["call_in_reasoning"] += 1
-        self._blank = ""
         self.state = "tools"
         self._section.marker(opening)
 

@@ -430,6 +430,11 @@ def test_bare_marker() -> None:
     assert output.content == "Look " and output.tool_calls[0].name == "f"
 
 
+def test_a_dropped_marker_does_not_part_a_tag() -> None:
+    for raw in (f"a<{CLOSE}{TAG}x>", f"a\n\n{CLOSE}<{TAG}x>", f"a\n{CLOSE}\n<{CLOSE}{TAG}x>"):
+        assert parse_text([raw], start="content", tools_declared=True)[1].content == "a"
+
+
 def test_white_space_before_a_call_across_reasoning() -> None:
     raw = f" \n{OPEN}why{CLOSE}\n\n\n<{TAG}x>"
     _, output = parse_text([raw], start="content", tools_declared=True)
