@@ -174,3 +174,61 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+class Silence:
+    """A client that pings every 10 s while its call says nothing for a minute."""
+
+    _shared: Silence | None = None
+
+    @classmethod
+    def shared(cls) -> Silence:
+        """The one of this run, started by the first who asks."""
+        if cls._shared is None:
+            cls._shared = cls()
+        return cls._shared
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.tokens = 0
+        self.gap = 0.0
+        executor = fake()
+
+        def on_step(plan: Any) -> None:  # step 0 is the self-test, step 1 the prompt
+            executor.step_seconds = 60.0 if executor.steps == 1 else 0.0
+
+        executor.on_step = on_step
+        self._server = serving(executor, settings=quick(watchdog=300.0))
+        address = self._server.__enter__().address
+        self._thread = threading.Thread(target=self._run, args=(address,), daemon=True)
+        self._thread.start()
+
+    def _run(self, address: str) -> None:
+        options = [
+            ("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0),
+        ]  # fmt: skip
+        request = pb.GenerateRequest(
+            text="x", stopping=pb.StoppingCriteria(max_output_tokens=2),
+            output=pb.OutputOptions(token_ids=True),
+        )  # fmt: skip
+        request.output.progress_interval.FromSeconds(3600)
+        try:
+            with grpc.insecure_channel(address, options=options) as channel:
+                last = time.monotonic()
+                for message in pb_grpc.GenerationServiceStub(channel).Generate(request):
+                    now = time.monotonic()
+                    self.gap, last = max(self.gap, now - last), now
+                    self.tokens += len(message.delta.token_ids)
+        except BaseException as error:
+            self.error = error
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join(120)
+
+    def close(self) -> None:
+        """Stop its server."""
+        if type(self)._shared is self:
+            type(self)._shared = None
+            self._server.__exit__(None, None, None)

@@ -51,6 +51,12 @@ def script(lane: LaneSpec) -> list[int] | None:
     return SCRIPTS.get(int(lane.sampling.seed or 0))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _silence() -> None:
+    """Started here, looked at in test_server_process: its minute runs beside everything else."""
+    Silence.shared()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     executor = fake(num_slots=6, max_ctx=2048, num_pages=20, script=script)
