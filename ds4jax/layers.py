@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
-from ds4jax import linear
+from ds4jax import linear, sequence
 from ds4jax.cache import ROWS4, Cache
 from ds4jax.config import ModelConfig, RuntimeConfig
 from ds4jax.params import LayerInfo, Weights
@@ -60,6 +60,9 @@ class Context:
     the step and written after it, and the step's own rows are read directly."""
     capture: frozenset[str] = frozenset()
     first_expert: int = 0
+    sequence_len: int = 0
+    """Above 0: the differentiable form. The rows are whole sequences of this many tokens, all from
+    position 0, one after the other; no cache is read or written (`ds4jax.sequence`)."""
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -95,6 +98,7 @@ def _hyper_read(ctx: Context, x: Array, w: Weights, name: str) -> tuple[Array, A
         iters=cfg.hc_sinkhorn_iters,
         hc_eps=cfg.hc_eps,
         rms_eps=cfg.rms_norm_eps,
+        unroll=ctx.sequence_len > 0,
     )
 
 
@@ -136,6 +140,8 @@ def _project(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows) ->
     if info.ratio:
         state = _compressor_state(ctx, x, w, "attn.compressor", rows)
     if info.ratio == 4:
+        if ctx.sequence_len:  # the indexer learns by distillation and teaches nobody
+            x, qr = lax.stop_gradient(x), lax.stop_gradient(qr)
         istate = _compressor_state(ctx, x, w, "attn.indexer.compressor", rows)
         iq = _linear(ctx, qr, w["attn.indexer.wq_b"])
         iq = rope.rotate(iq.reshape(t, cfg.index_num_heads, cfg.index_head_dim), cs)
@@ -168,6 +174,15 @@ def _pooled(
     return compressor.finish(row, norm_w, cs, eps=ctx.cfg.rms_norm_eps, dtype=ctx.dtype)
 
 
+def _rounded(ctx: Context, row: Array, kind: str) -> Array:
+    """A compressed row as the numerics profile stores it."""
+    if kind == "attention" and ctx.run.numerics != "plain":
+        return rounding.fp8_round_trip(row, ctx.cfg.nope_head_dim)
+    if kind == "index" and ctx.run.numerics == "official":
+        return rounding.fp4_round_trip(rounding.hadamard(row)).astype(ctx.dtype)
+    return row
+
+
 def _emit(
     ctx: Context, pool: Array, state: Array, index: int | Array, rows: Rows, step: Array | None,
     table: Array, norm_w: Array, ratio: int, kind: str,
@@ -180,11 +195,7 @@ def _emit(
 
     def make() -> Array:
         row = _pooled(ctx, state, index, rows, step, norm_w, ratio)
-        if kind == "attention" and ctx.run.numerics != "plain":
-            row = rounding.fp8_round_trip(row, ctx.cfg.nope_head_dim)
-        if kind == "index" and ctx.run.numerics == "official":
-            row = rounding.fp4_round_trip(rounding.hadamard(row)).astype(ctx.dtype)
-        return row.astype(pool.dtype)
+        return _rounded(ctx, row, kind).astype(pool.dtype)
 
     if rows.pos.shape[0] == 1:
         shape = (1, pool.shape[-1])
@@ -194,13 +205,12 @@ def _emit(
     return pool.at[index, at].set(row)
 
 
-def _attention(
-    ctx: Context, info: LayerInfo, w: Weights, x: Array, cache: Cache, rows: Rows, cap: Captured
-) -> tuple[Array, Cache]:
+def _attend_cached(
+    ctx: Context, info: LayerInfo, w: Weights, p: _Projected, cache: Cache, rows: Rows,
+    cap: Captured,
+) -> tuple[Array, Cache]:  # fmt: skip
+    """Attention output [T, H, D], still rotated, and the cache with this layer's rows."""
     cfg, layer, index = ctx.cfg, info.layer, info.ratio_index
-    p = _project(ctx, info, w, x, rows)
-    cap.add("q", p.q)
-    cap.add("kv", p.kv)
     raw, step = cache.raw, p.kv if ctx.chunk else None
     if not ctx.chunk:
         raw = _store(raw, layer, rows, p.kv, ctx)
@@ -242,6 +252,65 @@ def _attention(
     o = attention.attend(p.q, w["attn.attn_sink"], window, valid, **comp)
     if ctx.chunk:
         raw = _store(raw, layer, rows, p.kv, ctx)
+    return o, cache.replace(raw=raw, **updates)  # type: ignore[attr-defined]
+
+
+def _group_rows(
+    ctx: Context, state: Array, norm_w: Array, rows: Rows, ratio: int, kind: str
+) -> Array:
+    """All compressed rows of whole sequences: [B, S, D]."""
+    lanes = state.shape[0] // ctx.sequence_len
+    got, valid = sequence.group_windows(state, lanes, ratio)
+    row = compressor.pool(got[:, :, 0], got[:, :, 1], valid, ratio=ratio)
+    groups = ctx.sequence_len // ratio
+    cs = rows.cs.reshape(lanes, ctx.sequence_len, *rows.cs.shape[1:])[:, : groups * ratio : ratio]
+    cs = cs.reshape(lanes * groups, *rows.cs.shape[1:])
+    row = compressor.finish(row, norm_w, cs, eps=ctx.cfg.rms_norm_eps, dtype=ctx.dtype)
+    return _rounded(ctx, row, kind).astype(ctx.dtype).reshape(lanes, groups, -1)
+
+
+def _attend_sequences(
+    ctx: Context, info: LayerInfo, w: Weights, p: _Projected, rows: Rows, cap: Captured
+) -> Array:
+    """As `_attend_cached` for whole sequences."""
+    cfg, ratio, length = ctx.cfg, info.ratio, ctx.sequence_len
+    lanes = p.q.shape[0] // length
+
+    def by_lane(a: Array) -> Array:
+        return a.reshape(lanes, length, *a.shape[1:])
+
+    comp = mask = scores = None
+    seen = sequence.visible(length, length // ratio if ratio else 0, ratio or 1)
+    if p.state is not None and length >= ratio:
+        comp = _group_rows(ctx, p.state, w["attn.compressor.norm"], rows, ratio, "attention")
+        mask = jnp.broadcast_to(seen[None], (lanes, *seen.shape))
+        if p.istate is not None and p.iq is not None and p.iw is not None:
+            keys = _group_rows(
+                ctx, p.istate, w["attn.indexer.compressor.norm"], rows, ratio, "index"
+            )
+            scores = sequence.index_scores(by_lane(p.iq), by_lane(p.iw), keys)
+            mask = sequence.select(scores, seen, top_k=cfg.index_topk)
+            cap.add("index_mask", mask.reshape(lanes * length, -1))
+    o, weight = sequence.attend(
+        by_lane(p.q), w["attn.attn_sink"], by_lane(p.kv), cfg.sliding_window, comp, mask
+    )
+    if scores is not None and weight is not None:
+        cap.add("index_loss", sequence.distillation_loss(scores, weight, seen).reshape(-1))
+    return o.reshape(p.q.shape)
+
+
+def _attention(
+    ctx: Context, info: LayerInfo, w: Weights, x: Array, cache: Cache | None, rows: Rows,
+    cap: Captured,
+) -> tuple[Array, Cache | None]:  # fmt: skip
+    cfg = ctx.cfg
+    p = _project(ctx, info, w, x, rows)
+    cap.add("q", p.q)
+    cap.add("kv", p.kv)
+    if cache is None:
+        o = _attend_sequences(ctx, info, w, p, rows, cap)
+    else:
+        o, cache = _attend_cached(ctx, info, w, p, cache, rows, cap)
     o = rope.rotate(o, _angles(info, rows), inverse=True)
     z = linear.grouped_matmul(
         o.reshape(o.shape[0], cfg.o_groups, -1), w["attn.wo_a"],
@@ -249,7 +318,7 @@ def _attention(
     )  # fmt: skip
     y = _linear(ctx, z.reshape(z.shape[0], -1), w["attn.wo_b"])
     cap.add("attn_out", y)
-    return y, cache.replace(raw=raw, **updates)  # type: ignore[attr-defined]
+    return y, cache
 
 
 def shared_expert(ctx: Context, x: Array, w: Weights, limit: float) -> Array:
@@ -275,6 +344,13 @@ def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: C
     )
     cap.add("router_ids", ids)
     cap.add("router_weights", weights)
+    if ctx.sequence_len:
+        y = linear.all_experts(
+            x, ids, weights, w["ffn.experts.w1"], w["ffn.experts.w3"], w["ffn.experts.w2"],
+            limit=cfg.swiglu_limits[info.layer],
+        )  # fmt: skip
+        y = y + shared_expert(ctx, x, w, cfg.shared_swiglu_limits[info.layer])
+        return y.astype(ctx.dtype)
     y = linear.routed_experts(
         x,
         jnp.where(rows.live[:, None], ids, -1),
@@ -291,13 +367,14 @@ def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: C
 
 
 def layer(
-    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, cache: Cache, rows: Rows
-) -> tuple[Array, Cache, dict[str, Array]]:
+    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, cache: Cache | None, rows: Rows
+) -> tuple[Array, Cache | None, dict[str, Array]]:
     """One layer: attention and experts, each read from and written back to the residual streams.
 
     Args:
         streams_TND: [T, n, D] compute dtype.
-        cache: the whole cache; only this layer's rows change.
+        cache: the whole cache; only this layer's rows change. None for whole sequences
+            (`Context.sequence_len`), which need none.
 
     Returns: streams, cache, captured activations [T, ...] by name.
     Source: architecture of DeepSeek-V4, whole model.

@@ -105,7 +105,7 @@ def _put(buffer: Array, t: Array, value: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(buffer, value, t, 0)
 
 
-LayerFn = Callable[[Array, Cache, Rows], tuple[Array, Cache, dict[str, Array]]]
+LayerFn = Callable[[Array, Cache | None, Rows], tuple[Array, Any, dict[str, Array]]]
 
 
 def _row_loop(
@@ -191,6 +191,58 @@ def forward(
     live = jnp.arange(plan.emit.shape[0], dtype=jnp.int32) < plan.num_emit
     slot = jnp.where(live, rows.slot[plan.emit], cache.length.shape[0] - 1)
     return cache, Output(logits=logits, slot=slot, pos=rows.pos[plan.emit], captured=captured)
+
+
+def sequences(
+    params: Params,
+    token_BT: Array,
+    *,
+    cfg: ModelConfig,
+    run: RuntimeConfig,
+    capture: frozenset[str] = frozenset(),
+    remat: bool = False,
+) -> tuple[Array, dict[str, Array]]:
+    """Logits of whole sequences, each from position 0: `forward` in differentiable form.
+
+    No cache, static trip counts, every expert computed for every row: the same mathematics, other
+    roundings. Gradients with respect to the indexer come only through "L{i}.index_loss" (the
+    divergence of its scores from the attention, one number a row), which this form captures besides
+    "L{i}.index_mask" (selected rows) and the names of `layers`.
+
+    Args:
+        token_BT: int32 ids; T up to the positions that the angle tables of `params` cover.
+        cfg, run: static; the backend must be "reference".
+        capture: activations to return, rows in the order of the tokens.
+        remat: compute the inside of a layer again for its gradient instead of keeping it.
+
+    Returns: logits_BTV float32, activations [B*T, ...] by name.
+
+    Raises:
+        ValueError: for another backend.
+    """
+    if run.backend != "reference":
+        raise ValueError(f"sequences: backend is {run.backend!r}, must be 'reference'")
+    lanes, length = token_BT.shape
+    ctx = Context(cfg, run, capture=capture, sequence_len=length)
+    pos = jnp.tile(jnp.arange(length, dtype=jnp.int32), lanes)
+    cs_main, cs, cs4, cs128 = _angles(params, pos)
+    zero = jnp.zeros_like(pos)
+    rows = Rows(
+        slot=zero, pos=pos, token=token_BT.reshape(-1), live=jnp.ones_like(pos, bool), run=pos,
+        after=length - 1 - pos, cs_main=cs_main, cs=cs, cs4=cs4, cs128=cs128,
+    )  # fmt: skip
+    x = _embed(ctx, params, rows.token)
+    captured: dict[str, Array] = {}
+    for info, weights in params.layers():
+
+        def fn(x: Array, w: Mapping[str, Any], info: Any = info) -> tuple[Array, dict[str, Array]]:
+            y, _, got = _layer_fn(ctx, info, w)(x, None, rows)
+            return y, got
+
+        x, got = jax.checkpoint(fn)(x, weights) if remat else fn(x, weights)
+        captured |= got
+    logits = _final(ctx, params, x)[1]
+    return logits.reshape(lanes, length, -1), captured
 
 
 def _layer_fn(ctx: Context, info: Any, weights: Mapping[str, Any]) -> LayerFn:

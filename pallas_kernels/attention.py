@@ -32,23 +32,27 @@ def start(q_THD: Array, sink_H: Array) -> Partial:
     return Partial(sink, jnp.ones(shape, jnp.float32), jnp.zeros(q_THD.shape, jnp.float32))
 
 
-def add_block(p: Partial, q_THD: Array, keys_TSD: Array, valid_TS: Array) -> Partial:
-    """Attend to one more block of keys; invalid ones weigh nothing.
-
-    Probabilities are cast to the dtype of the keys before the value product.
-    """
-    # A page may hold what an earlier lane left there: 0 * NaN must not reach this row.
-    keys_TSD = jnp.where(valid_TS[:, :, None], keys_TSD, 0)
+def scores(q_THD: Array, keys_TSD: Array) -> Array:
+    """q . key * D^-0.5 for every head and key, float32 [T, H, S]."""
     s = jnp.einsum(
         "thd,tsd->ths",
         q_THD,
         keys_TSD,
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST,
-    ) * jnp.float32(q_THD.shape[-1] ** -0.5)
+    )
+    return s * jnp.float32(q_THD.shape[-1] ** -0.5)
+
+
+def join(p: Partial, scores_THS: Array, keys_TSD: Array, valid_TS: Array) -> Partial:
+    """Take one more block of finite keys with their scores into the running softmax.
+
+    Probabilities are cast to the dtype of the keys before the value product. The result does not
+    depend on the running maximum, so no gradient passes through it.
+    """
     valid = valid_TS[:, None, :]
-    s = jnp.where(valid, s, -jnp.inf)
-    top = jnp.maximum(p.max_TH, jnp.max(s, axis=-1))
+    s = jnp.where(valid, scores_THS, -jnp.inf)
+    top = lax.stop_gradient(jnp.maximum(p.max_TH, jnp.max(s, axis=-1)))
     weight = jnp.where(valid, jnp.exp(s - top[:, :, None]), 0.0)
     alpha = jnp.exp(p.max_TH - top)
     out = jnp.einsum(
@@ -63,6 +67,13 @@ def add_block(p: Partial, q_THD: Array, keys_TSD: Array, valid_TS: Array) -> Par
         p.sum_TH * alpha + jnp.sum(weight, axis=-1),
         p.acc_THD * alpha[:, :, None] + out,
     )
+
+
+def add_block(p: Partial, q_THD: Array, keys_TSD: Array, valid_TS: Array) -> Partial:
+    """Attend to one more block of keys; invalid ones weigh nothing, whatever they hold."""
+    # A page may hold what an earlier lane left there: 0 * NaN must not reach this row.
+    keys_TSD = jnp.where(valid_TS[:, :, None], keys_TSD, 0)
+    return join(p, scores(q_THD, keys_TSD), keys_TSD, valid_TS)
 
 
 def attend(

@@ -1,0 +1,122 @@
+"""The differentiable form of the model equals the serving form, and its gradients are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ds4jax
+from ds4jax import model, sequence
+from ds4jax.config import RuntimeConfig
+from pallas_kernels import indexer
+from tests import tiny
+
+RUN = RuntimeConfig(max_ctx=384, num_slots=1)
+
+
+def served(params: Any, cfg: Any, tokens: jax.Array, run: RuntimeConfig = RUN) -> jax.Array:
+    """Logits of one sequence by the form that serves requests."""
+    cache = ds4jax.init(cfg, run)
+    return jax.jit(lambda p, c, t: ds4jax.prefill(p, c, t, cfg=cfg, run=run)[1])(
+        params, cache, tokens
+    )
+
+
+@pytest.mark.parametrize("length", [3, 261])
+def test_equals_the_serving_form(length: int) -> None:
+    cfg, params = tiny.model()
+    rng = np.random.default_rng(length)
+    tokens = jnp.asarray(rng.integers(0, cfg.vocab_size, (2, length)), jnp.int32)
+    got, _ = jax.jit(lambda p, t: model.sequences(p, t, cfg=cfg, run=RUN))(params, tokens)
+    for lane in range(2):
+        want = served(params, cfg, tokens[lane])
+        assert np.abs(got[lane] - want).max() < 2e-4 * np.abs(want).max()
+        assert np.array_equal(jnp.argmax(got[lane], -1), jnp.argmax(want, -1))
+
+
+def test_rounded_numerics_agree_too() -> None:
+    cfg, params = tiny.model()
+    run = RuntimeConfig(max_ctx=384, num_slots=1, numerics="kv-fp8")
+    tokens = jnp.asarray(np.random.default_rng(5).integers(0, 64, (1, 140)), jnp.int32)
+    got, _ = model.sequences(params, tokens, cfg=cfg, run=run)
+    want = served(params, cfg, tokens[0], run)
+    plain = served(params, cfg, tokens[0])
+    scale = np.abs(want).max()
+    assert np.abs(got[0] - want).max() < np.abs(plain - want).max()
+    assert np.median(np.abs(got[0] - want)) < 1e-5 * scale
+
+
+def test_selection_is_the_indexers() -> None:
+    rng = np.random.default_rng(1)
+    scores = jnp.asarray(rng.integers(0, 6, (1, 40, 10)), jnp.float32)  # many ties
+    seen = sequence.visible(40, 10, 4)
+    mask = np.asarray(sequence.select(scores, seen, top_k=3)[0])
+    count = jnp.sum(seen, axis=-1, dtype=jnp.int32)
+    rows = np.asarray(indexer.select(jnp.where(seen, scores[0], -jnp.inf), count, top_k=3))
+    for t in range(40):
+        assert np.flatnonzero(mask[t]).tolist() == rows[t][rows[t] != indexer.NONE].tolist()
+
+
+def test_gradients_match_finite_differences() -> None:
+    # Everything is chosen: a step cannot change the choice, the loss is smooth.
+    cfg = tiny.config((0, 4, 128), index_topk=64, num_experts_per_tok=4)
+    params = tiny.params(cfg)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (1, 140)), jnp.int32)
+
+    @jax.jit
+    def loss(p: Any) -> jax.Array:
+        logits, _ = model.sequences(p, tokens, cfg=cfg, run=RUN, remat=True)
+        return -jnp.mean(jax.nn.log_softmax(logits[0])[jnp.arange(139), tokens[0, 1:]][None])
+
+    def moved(p: Any, key: str, layer: int, by: jax.Array) -> Any:
+        groups = list(p.groups)
+        groups[layer] = ({**groups[layer][0], key: groups[layer][0][key] + by},)
+        return p.replace(groups=tuple(groups))
+
+    grads = jax.jit(jax.grad(loss, allow_int=True))(params)
+    for layer, key in (
+        (0, "attn.wkv"), (1, "attn.wq_a"), (1, "attn.compressor.wgate"), (2, "attn.compressor.ape"),
+        (2, "attn.attn_sink"), (2, "ffn.experts.w2"), (1, "hc_ffn_fn"), (2, "ffn.gate"),
+    ):  # fmt: skip
+        g = np.asarray(grads.groups[layer][0][key])
+        # Along the gradient, so that the difference stands clear of rounding.
+        step = jnp.asarray(g / np.sqrt((g * g).sum()) * 1e-2, jnp.float32)
+        up, down = loss(moved(params, key, layer, step)), loss(moved(params, key, layer, -step))
+        want = float(np.sqrt((g * g).sum()) * 2e-2)
+        assert want > 1e-6, key
+        assert abs(float(up - down) - want) < 0.05 * want + 2e-6, key
+
+
+def test_the_indexer_learns_from_attention_alone() -> None:
+    cfg, params = tiny.model()
+    tokens = jnp.asarray(np.random.default_rng(4).integers(0, 64, (2, 140)), jnp.int32)
+
+    def index_loss(p: Any) -> jax.Array:
+        _, got = model.sequences(
+            p, tokens, cfg=cfg, run=RUN, capture=frozenset({"L1.index_loss", "L3.index_loss"})
+        )
+        return jnp.mean(got["L1.index_loss"]) + jnp.mean(got["L3.index_loss"])
+
+    before, grads = jax.jit(jax.value_and_grad(index_loss, allow_int=True))(params)
+    for layer, (weights,) in enumerate(grads.groups):
+        for key, g in weights.items():
+            if g.dtype != jnp.float32:
+                continue
+            own = key.startswith("attn.indexer.")
+            assert bool(jnp.any(g != 0)) == own, (layer, key)
+    step = jax.tree.map(
+        lambda p, g: p - 0.05 * g / (jnp.abs(g).max() + 1e-9) if g.dtype == jnp.float32 else p,
+        params, grads,
+    )  # fmt: skip
+    assert index_loss(step) < before
+
+
+def test_another_backend_is_refused() -> None:
+    cfg, params = tiny.model()
+    run = RuntimeConfig(backend="interpret")
+    with pytest.raises(ValueError, match="reference"):
+        model.sequences(params, jnp.zeros((1, 8), jnp.int32), cfg=cfg, run=run)
