@@ -166,38 +166,54 @@ class DeviceExecutor:
         self._seconds_before = self._counter.seconds
         self._ready_compiles: int | None = None
         self._host_syncs = 0
-        self._cache = cache_lib.init(cfg, run)
-        self._lane_params = sampling.init_lanes(run)
+        self._cache, self._lane_params = self._fresh_state()
+
+    def _fresh_state(self) -> tuple[Any, Any]:
+        """Cache and lane parameters of nobody: one small program instead of one per array."""
+        cfg, run = self.cfg, self.run
+        made: tuple[Any, Any] = self._compiled(
+            "fresh", lambda: (cache_lib.init(cfg, run), sampling.init_lanes(run)), ()
+        )()
+        return made
 
     # ---- programs ------------------------------------------------------------------------------
 
     def buckets(self) -> list[Bucket]:
         """Every step program of the configuration."""
-        out = []
+        out: dict[Bucket, None] = {}
         for sampler in self.run.samplers:
-            out += [self._bucket(t, sampler, prefill=False) for t in self.run.row_buckets]
-            out += [self._bucket(t, sampler, prefill=True) for t in self.run.prefill_buckets]
-        return out
+            for t in self.run.row_buckets:
+                out[self._bucket(t, sampler, prefill=False)] = None
+            for t in self.run.prefill_buckets:
+                out[self._bucket(t, sampler, prefill=True)] = None
+        return list(out)
 
     def _bucket(self, rows: int, sampler: Sampler, *, prefill: bool) -> Bucket:
-        if not prefill:
-            return Bucket(rows, rows, sampler)
-        return Bucket(rows, 1, sampler, prefill=True, chunk=self._chunked)
+        if prefill and self._chunked:
+            return Bucket(rows, 1, sampler, prefill=True, chunk=True)
+        if not self._chunked and rows in self.run.row_buckets and rows in self.run.prefill_buckets:
+            # Rows run one after the other, padding costs nothing: one program does both.
+            return Bucket(rows, min(rows, self.run.num_slots), sampler)
+        return Bucket(rows, 1 if prefill else rows, sampler, prefill=prefill)
 
     @property
     def _chunked(self) -> bool:
         """Whether prefill programs need the form that may exceed the rings."""
         return self.run.backend != "reference" or bool(self._batched)
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every program; afterwards nothing compiles. `progress` after each one."""
+    def warm_up(self, progress: Progress | None = None, *, snapshots: bool = True) -> None:
+        """Compile every program; afterwards nothing compiles. `progress` after each one.
+
+        Args: snapshots: False leaves out the programs of `park` and `restore`.
+        """
         names: list[tuple[str, Callable[[], Any]]] = []
         for bucket in self.buckets():
             kind = "prefill" if bucket.prefill else "rows"
             program = functools.partial(self._step_program, bucket)
             names.append((f"{kind} {bucket.rows} {bucket.sampler}", program))
         names.append(("lane", self._open_program))
-        names += [(k, functools.partial(self._snapshot_program, k)) for k in _SNAPSHOT_PROGRAMS]
+        if snapshots:
+            names += [(k, functools.partial(self._snapshot_program, k)) for k in _SNAPSHOT_PROGRAMS]
         for i, (name, make) in enumerate(names):
             start = time.perf_counter()
             make()
@@ -388,8 +404,7 @@ class DeviceExecutor:
         self._lanes.clear()
         self._pages.reset()
         self._generations = [g + 1 for g in self._generations]
-        self._cache = cache_lib.init(self.cfg, self.run)
-        self._lane_params = sampling.init_lanes(self.run)
+        self._cache, self._lane_params = self._fresh_state()
 
     # ---- steps ---------------------------------------------------------------------------------
 
