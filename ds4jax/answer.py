@@ -50,7 +50,7 @@ def output_budget(prompt_len: int, stopping: StoppingCriteria, limits: ExecutorL
     """
     room = limits.max_ctx - prompt_len
     asked = stopping.max_output_tokens
-    if asked is not None and asked > room or asked is None and room < 1:
+    if room < (1 if asked is None else asked):
         raise refusals.context_length_exceeded(prompt_len, asked, limits.max_ctx)
     if asked is not None:
         return asked
@@ -218,6 +218,16 @@ class Answer:
         """Output tokens so far."""
         return len(self._tokens)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens so far that belong to the reasoning."""
+        return self._parser.reasoning_tokens if self._parser is not None else 0
+
+    @property
+    def anomalies(self) -> dict[str, int]:
+        """What the model did wrong so far, by reason."""
+        return dict(self._parser.output.anomalies) if self._parser is not None else {}
+
     def finish(self, ended: Ended | None) -> tuple[list[parser.Event], Result]:
         """The last events and the whole answer. `ended` None: by its own text (`done`)."""
         events = self._parser.finish() if self._parser is not None else []
@@ -225,9 +235,10 @@ class Answer:
         stop_token = None
         if ended is not None and ended.stop_token in self._user_stops:
             stop_token = ended.stop_token
-        reason: parser.FinishReason = (ended.finish if ended is not None else Finish.STOP).value
+        ending: parser.Ending = (ended.finish if ended is not None else Finish.STOP).value
+        reason: parser.FinishReason = ending
         if parsed is not None and stop_token is None:
-            reason = parser.finish_reason(reason, parsed)
+            reason = parser.finish_reason(ending, parsed)
         return events, Result(
             finish_reason=reason,
             tokens=tuple(self._tokens),
