@@ -25,6 +25,7 @@ from ds4jax.plan import LaneSpec
 from tests.fake_executor import FakeExecutor
 from tests.serve_tools import (
     Running,
+    Silence,
     details,
     failure,
     fake,
@@ -941,6 +942,7 @@ def test_metrics_on_the_side_port() -> None:
     with serving(executor, metrics_port=port) as s:
         s.generate(chat=chat(), sampling=scripted("hm</think>ok"))
         failure(lambda: s.generate(text=""))
+        time.sleep(0.1)  # a call is counted after its status is sent
         text = (
             urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
         )

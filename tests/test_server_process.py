@@ -25,7 +25,7 @@ from ds4jax_server.settings import ServerConfig
 
 from ds4jax.client import Client, RequestFailed
 from ds4jax.config import ConfigError, StoppingCriteria
-from tests.serve_tools import failure, fake, serving, until
+from tests.serve_tools import Silence, failure, fake, serving, until
 
 ROOT = Path(__file__).parents[1]
 SHORT = StoppingCriteria(max_output_tokens=5)

@@ -8,17 +8,16 @@ honoured is refused by name.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-import numpy as np
 from google.protobuf import unknown_fields
 
-from ds4jax import chat, chat_request, config, refusals
-from ds4jax.plan import ExecutorLimits, LaneSpec, PlanError, ReasoningLimit
+from ds4jax import answer, chat, chat_request, config
+from ds4jax.answer import PromptIds
+from ds4jax.plan import ExecutorLimits, LaneSpec
 from ds4jax.tokenizer import TokenizerError
 from ds4jax_server.errors import InvalidRequest, Violation, unsupported
 from ds4jax_server.pb import generation_pb2 as pb
@@ -27,16 +26,6 @@ from ds4jax_server.settings import MAX_CANDIDATES, ServedModel, ServerConfig
 ReasoningMode = Literal["separate", "omit", "inline"]
 _OPAQUE = ("google.protobuf.",)  # messages whose inside is checked where they are used
 _CONSTRAINED = "decoding is not constrained yet, and a prompt alone is no promise"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptInfo:
-    """A prompt and where its answer starts."""
-
-    ids: list[int]
-    text: str
-    start: chat.StartState = "content"
-    tools_declared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +46,10 @@ class Call:
     """A checked request."""
 
     lanes: tuple[LaneSpec, ...]
-    prompt: PromptInfo
+    prompt: PromptIds
+    prompt_text: str
+    stopping: config.StoppingCriteria
     output: OutputPlan
-    stop_strings: tuple[str, ...]
-    user_stop_ids: frozenset[int]
-    ignore_eos: bool
-    time_limit: float | None
 
 
 class Converter:
@@ -116,39 +103,34 @@ class Converter:
                     return {f"tool_choice.{name.lower()}": _CONSTRAINED}
         return {}
 
-    def prompt(self, request: Any) -> PromptInfo:
-        """Ids of the input of a request that passed `check`.
+    def prompt(self, request: Any) -> tuple[PromptIds, str]:
+        """Ids and text of the input of a request that passed `check`.
 
         Raises:
             InvalidRequest: a text that cannot be encoded.
         """
         kind = request.WhichOneof("input")
         if kind == "tokens":
-            return self._token_prompt(list(request.tokens.ids))
+            return self._token_prompt(tuple(request.tokens.ids))
         tokenizer = self.model.tokenizer
         assert tokenizer is not None
         try:
             if kind == "text":
-                return PromptInfo(ids=tokenizer.encode_completion(request.text), text=request.text)
+                ids = tokenizer.encode_completion(request.text)
+                return PromptIds(ids=tuple(ids)), request.text
             parsed, _ = _chat_request(request.chat)
             rendered = chat.render(parsed, self._profile)
-            return PromptInfo(
-                ids=tokenizer.encode_pieces(rendered.pieces),
-                text=rendered.text,
-                start=rendered.start,
-                tools_declared=rendered.tools_declared,
-            )
+            return answer.chat_prompt(rendered, tokenizer), rendered.text
         except TokenizerError as error:
             raise InvalidRequest([Violation(kind, str(error))]) from None
 
-    def _token_prompt(self, ids: list[int]) -> PromptInfo:
+    def _token_prompt(self, ids: tuple[int, ...]) -> tuple[PromptIds, str]:
         tokenizer = self.model.tokenizer
         if tokenizer is None:
-            return PromptInfo(ids=ids, text="")
-        start: chat.StartState = (
-            "reasoning" if ids[-1] == tokenizer.markers.think_open else "content"
-        )
-        return PromptInfo(ids=ids, text=tokenizer.decode(ids), start=start)
+            return PromptIds(ids=ids), ""
+        inside = ids[-1] == tokenizer.markers.think_open
+        prompt = PromptIds(ids=ids, start="reasoning" if inside else "content")
+        return prompt, tokenizer.decode(ids)
 
     @property
     def _profile(self) -> chat_request.Profile:
@@ -168,30 +150,37 @@ class Converter:
         features = self.unsupported_input(request) | _unsupported_options(request)
         if features:
             raise unsupported(features)
-        prompt = self.prompt(request)
-        budget = self._budget(request.stopping, len(prompt.ids))
-        sampling = _sampling(request)
-        seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
-        stops, user_stops = self._stop_ids(request.stopping)
-        base = LaneSpec(
-            prompt=np.array(prompt.ids, np.int32),
-            sampling=config.SamplingParams(**{**vars(sampling), "seed": seed}),
-            max_output_tokens=budget,
-            stop_ids=stops,
-            min_output_tokens=request.stopping.min_output_tokens,
-            reasoning=self._reasoning_limit(request.stopping, prompt),
-            speculate=request.speculation != pb.SPECULATION_OFF,
+        prompt, text = self.prompt(request)
+        stopping = config.StoppingCriteria(**vars(_stopping(request)))
+        lanes = answer.lane_specs(
+            prompt,
+            config.SamplingParams(**vars(_sampling(request))),
+            replace(stopping, max_output_tokens=self._budget(prompt, stopping)),
+            limits=self.limits,
+            tokenizer=self.model.tokenizer,
+            candidates=request.candidate_count if request.HasField("candidate_count") else 1,
         )
-        count = request.candidate_count if request.HasField("candidate_count") else 1
+        if request.speculation == pb.SPECULATION_OFF:
+            lanes = tuple(replace(lane, speculate=False) for lane in lanes)
         return Call(
-            lanes=tuple(_with_candidate(base, c) for c in range(count)),
+            lanes=lanes,
             prompt=prompt,
+            prompt_text=text,
+            stopping=stopping,
             output=_output_plan(request.output),
-            stop_strings=tuple(request.stopping.stop_strings),
-            user_stop_ids=user_stops,
-            ignore_eos=request.stopping.ignore_eos,
-            time_limit=_time_limit(request.stopping),
         )
+
+    def _budget(self, prompt: PromptIds, stopping: config.StoppingCriteria) -> int:
+        """Output tokens allowed; what was not asked for is capped by the server."""
+        try:
+            budget = answer.output_budget(len(prompt.ids), stopping, self.limits)
+        except config.ConfigError as error:
+            text = error.problems[0]
+            raise InvalidRequest([Violation("stopping.min_output_tokens", text)]) from None
+        cap = self.server.default_max_tokens
+        if stopping.max_output_tokens is None and cap is not None:
+            budget = min(budget, max(cap, stopping.min_output_tokens))
+        return budget
 
     def _check_generate(self, request: Any) -> Iterator[Violation]:
         for name, text in config.sampling_problems(cast(Any, _sampling(request))):
@@ -212,48 +201,6 @@ class Converter:
         if request.output.echo and request.WhichOneof("input") == "chat":
             yield Violation("output.echo", "goes with text or tokens, the input is a chat")
         yield from _check_durations(request)
-
-    def _budget(self, stopping: Any, prompt: int) -> int:
-        """Output tokens allowed: what was asked for, else what fits and the server's cap."""
-        room = self.limits.max_ctx - prompt
-        if stopping.HasField("max_output_tokens"):
-            asked: int = stopping.max_output_tokens
-            if asked > room:
-                raise refusals.context_length_exceeded(prompt, asked, self.limits.max_ctx)
-            return asked
-        if room < 1:
-            raise refusals.context_length_exceeded(prompt, None, self.limits.max_ctx)
-        room = min(room, max(1, self.limits.num_pages * config.PAGE_TOKENS - prompt))
-        budget = min(room, self.server.default_max_tokens or room)
-        if budget < stopping.min_output_tokens:
-            text = f"is {stopping.min_output_tokens}, there is room for {budget} tokens"
-            raise InvalidRequest([Violation("stopping.min_output_tokens", text)])
-        return budget
-
-    def _stop_ids(self, stopping: Any) -> tuple[tuple[int, ...], frozenset[int]]:
-        user = dict.fromkeys(int(t) for t in stopping.stop_token_ids)
-        own: dict[int, None] = {}
-        if self.model.tokenizer is not None and not stopping.ignore_eos:
-            m = self.model.tokenizer.markers
-            own = dict.fromkeys((m.eos, m.bos, m.user, m.assistant))
-        return tuple(own | user), frozenset(user)
-
-    def _reasoning_limit(self, stopping: Any, prompt: PromptInfo) -> ReasoningLimit | None:
-        if not stopping.HasField("max_reasoning_tokens") or self.model.tokenizer is None:
-            return None
-        m = self.model.tokenizer.markers
-        return ReasoningLimit(
-            max_tokens=stopping.max_reasoning_tokens,
-            starts_open=prompt.start == "reasoning",
-            open_id=m.think_open,
-            close_id=m.think_close,
-            also_close_ids=(m.dsml,) if prompt.tools_declared else (),
-        )
-
-
-def _with_candidate(base: LaneSpec, candidate: int) -> LaneSpec:
-    values = {f.name: getattr(base, f.name) for f in fields(base)}
-    return LaneSpec(**{**values, "candidate": candidate})
 
 
 # ---- groups of fields --------------------------------------------------------------------------
@@ -464,6 +411,3 @@ def _walk(message: Any, path: str) -> Iterator[Violation]:
                     yield from _walk(item, f"{name}[{i}].")
             else:
                 yield from _walk(value, f"{name}.")
-
-
-__all__ = ["Call", "Converter", "OutputPlan", "PlanError", "PromptInfo"]

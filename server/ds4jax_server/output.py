@@ -1,8 +1,8 @@
-"""One candidate's answer on its way out: sampled tokens in, wire deltas and the last event out.
+"""One candidate's answer on its way out: wire deltas and the last event.
 
-Detokenising, parsing, stop strings and counting happen here, outside the engine thread. The token
-ids are the truth; where a stop string ends the answer depends on them alone, however late this code
-runs.
+Detokenising, parsing, stop strings and counting are `ds4jax.answer`'s, outside the engine thread.
+The token ids are the truth; where a stop string ends the answer depends on them alone, however late
+this code runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ds4jax import parser
-from ds4jax.request import Ended, Finish, Tokens
+from ds4jax.answer import Answer, Result
+from ds4jax.request import Ended, Tokens
 from ds4jax.tokenizer import Tokenizer
 from ds4jax_server.convert import Call
 from ds4jax_server.pb import generation_pb2 as pb
@@ -27,113 +28,77 @@ class CandidateOutput:
     """State of one candidate.
 
     Attributes:
-        done: the answer has ended by its own text (stop string or turn marker), before the
-            scheduler said so; tokens that still come are dropped.
-        finished: the last event was made.
-        tokens: output tokens so far.
+        answer: what has been said so far. result: the whole, once it has ended.
     """
 
     def __init__(self, call: Call, candidate: int, tokenizer: Tokenizer | None) -> None:
         self.candidate = candidate
-        self.done = False
-        self.finished = False
-        self.tokens = 0
-        self.first_token_at: float | None = None
-        self.last_token_at = 0.0
-        self.proposed = 0
-        self.verified = 0
-        self.accepted = 0
-        self.finish_name = ""
+        self.answer = Answer(
+            call.prompt, call.stopping, tokenizer, include_stop=call.output.include_stop
+        )
+        self.result: Result | None = None
         self._call = call
         self._plan = call.output
-        self._parser: parser.TokenParser | None = None
-        self._turn_ids: frozenset[int] = frozenset()
         self._inline_open = False
-        if tokenizer is not None:
-            self._parser = parser.TokenParser(
-                tokenizer,
-                start=call.prompt.start,
-                tools_declared=call.prompt.tools_declared,
-                stop_strings=call.stop_strings,
-                include_stop_string=call.output.include_stop,
-            )
-            m = tokenizer.markers
-            self._turn_ids = frozenset((m.bos, m.user, m.assistant))
 
     @property
-    def reasoning_tokens(self) -> int:
-        """Output tokens that belong to the reasoning."""
-        return self._parser.reasoning_tokens if self._parser else 0
+    def done(self) -> bool:
+        """Whether the answer has ended by its own text, before the scheduler said so."""
+        return self.answer.done
 
     @property
-    def anomalies(self) -> dict[str, int]:
-        """What the model did wrong, by reason."""
-        return dict(self._parser.output.anomalies) if self._parser else {}
+    def finished(self) -> bool:
+        """Whether the last event was made."""
+        return self.result is not None
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        return self.answer.num_tokens
 
     def push(self, event: Tokens) -> Any | None:
         """A delta with what the tokens give, or None if there is nothing to show yet."""
         if self.done or self.finished:
             return None
         delta = pb.Delta(candidate=self.candidate)
-        self.proposed += event.proposed
-        self.verified += event.verified
-        self.accepted += event.accepted
-        for token in event.tokens:
-            if self.first_token_at is None:
-                self.first_token_at = event.at
-            self.last_token_at = event.at
-            self.tokens += 1
+        before = self.tokens
+        events = self.answer.push(event)
+        for token in event.tokens[: self.tokens - before]:
             if self._plan.token_ids:
                 delta.token_ids.append(token.token)
             if self._plan.logprobs:
                 row = delta.logprobs.add(token_id=token.token, logprob=token.logprob)
                 for token_id, logprob in token.top:
                     row.top.add(token_id=token_id, logprob=logprob)
-            if self._parser is not None and self._shown(token.token):
-                self._put(delta, self._parser.push(token.token))
-                if self._parser.done:
-                    self.done = True
-                    break
+        self._put(delta, events)
         return delta if _has_content(delta) else None
 
-    def _shown(self, token: int) -> bool:
-        if self._call.ignore_eos and token in self._turn_ids:
-            return False
-        return token not in self._call.user_stop_ids or self._plan.include_stop
-
-    def finish(self, ended: Ended | None, timings: Any, prompt: int, cached: int) -> list[Any]:
-        """The last delta, if there is one, and the last event. `ended` None: ended by its text."""
-        self.finished = True
-        out: list[Any] = []
-        reason = ended.finish.value if ended is not None else Finish.STOP.value
-        finished = pb.Finished(candidate=self.candidate, timings=timings)
-        if self._parser is not None:
-            delta = pb.Delta(candidate=self.candidate)
-            self._put(delta, self._parser.finish())
-            if _has_content(delta):
-                out.append(delta)
-            parsed = self._parser.output
-            if ended is None or ended.stop_token not in self._call.user_stop_ids:
-                reason = parser.finish_reason(reason, parsed)  # type: ignore[arg-type]
-            for call in parsed.tool_calls:
+    def finish(self, ended: Ended | None, timings: Any, cached: int) -> list[Any]:
+        """The last delta, if there is one, and the last event. `ended` None: by its own text."""
+        events, result = self.answer.finish(ended)
+        self.result = result
+        delta = pb.Delta(candidate=self.candidate)
+        self._put(delta, events)
+        finished = pb.Finished(
+            candidate=self.candidate, timings=timings, finish_reason=_FINISH[result.finish_reason]
+        )
+        if result.parsed is not None:
+            for call in result.parsed.tool_calls:
                 finished.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
-            if parsed.truncated_call is not None:
-                finished.truncated_call = parsed.truncated_call.name or ""
-            if parsed.matched_stop is not None:
-                finished.stop_string = parsed.matched_stop
-        if ended is not None and ended.stop_token in self._call.user_stop_ids:
-            finished.stop_token_id = ended.stop_token
-        self.finish_name = reason
-        finished.finish_reason = _FINISH[reason]
+            if result.parsed.truncated_call is not None:
+                finished.truncated_call = result.parsed.truncated_call.name or ""
+        if result.stop_string is not None:
+            finished.stop_string = result.stop_string
+        if result.stop_token is not None:
+            finished.stop_token_id = result.stop_token
         finished.usage.CopyFrom(
             pb.Usage(
-                prompt_tokens=prompt, cached_tokens=cached, output_tokens=self.tokens,
-                reasoning_tokens=self.reasoning_tokens, draft_proposed_tokens=self.verified,
-                draft_accepted_tokens=self.accepted,
+                prompt_tokens=len(self._call.prompt.ids), cached_tokens=cached,
+                output_tokens=self.tokens, reasoning_tokens=result.reasoning_tokens,
+                draft_proposed_tokens=result.verified, draft_accepted_tokens=result.accepted,
             )
         )  # fmt: skip
-        out.append(finished)
-        return out
+        return [delta, finished] if _has_content(delta) else [finished]
 
     def _put(self, delta: Any, events: list[parser.Event]) -> None:
         for event in events:

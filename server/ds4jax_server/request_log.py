@@ -22,7 +22,7 @@ class RequestLog:
         """Log one finished call (`run` is the service's record of it)."""
         call, outputs = run.call, run.outputs
         tokens = sum(o.tokens for o in outputs)
-        firsts = [o.first_token_at for o in outputs if o.first_token_at is not None]
+        firsts = [x for o in outputs if (x := o.answer.first_token_at) is not None]
         fields: dict[str, Any] = {
             "request_id": request_id,
             "code": code,
@@ -30,14 +30,14 @@ class RequestLog:
             "prompt_tokens": len(call.prompt.ids) if call is not None else 0,
             "cached_tokens": 0,
             "output_tokens": tokens,
-            "finish": ",".join(o.finish_name for o in outputs if o.finished),
+            "finish": ",".join(o.result.finish_reason for o in outputs if o.result),
             "queue_s": round(run.started.queue_s, 4) if run.started is not None else None,
             "ttft_s": round(min(firsts) - run.request.arrival, 4) if firsts else None,
             "tok_s": _rate(tokens, firsts, outputs),
             "total_s": round(now - run.began, 4),
         }
         if self._prompts and call is not None:
-            fields["prompt"] = call.prompt.text
+            fields["prompt"] = call.prompt_text
         if self._json:
             _LOG.info("%s", json.dumps(fields, ensure_ascii=False))
         else:
@@ -55,5 +55,5 @@ def _rate(tokens: int, firsts: list[float], outputs: Any) -> float | None:
     """Tokens per second after the first token."""
     if not firsts:
         return None
-    span = max(o.last_token_at for o in outputs) - min(firsts)
+    span = max(o.answer.last_token_at or 0.0 for o in outputs) - min(firsts)
     return round((tokens - len(firsts)) / span, 2) if span > 0 else None

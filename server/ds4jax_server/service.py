@@ -195,7 +195,7 @@ class Services:
     async def count_tokens(self, parsed: Parsed) -> Any:
         """CountTokens: see the proto."""
         request, converter = await self._checked(parsed)
-        prompt = await _maybe_thread(request, lambda: converter.prompt(request))
+        prompt, _ = await _maybe_thread(request, lambda: converter.prompt(request))
         room = max(0, converter.limits.max_ctx - len(prompt.ids))
         return pb.CountTokensResponse(prompt_tokens=len(prompt.ids), available_tokens=room)
 
@@ -205,8 +205,8 @@ class Services:
         tokenizer = converter.model.tokenizer
         assert tokenizer is not None
         if request.WhichOneof("input") == "chat":
-            prompt = await _maybe_thread(request, lambda: converter.prompt(request))
-            ids, text = prompt.ids, prompt.text
+            prompt, text = await _maybe_thread(request, lambda: converter.prompt(request))
+            ids = prompt.ids
         else:
             text = request.text
             encode = tokenizer.encode if request.no_bos else tokenizer.encode_completion
@@ -294,6 +294,12 @@ class Services:
             )
         except ClientGone:
             code = "DEADLINE_EXCEEDED" if run.deadline_passed else "CANCELLED"
+        except Exception as error:
+            if isinstance(error, grpc.aio.AbortError):
+                raise
+            code = "INTERNAL"
+            run.error = _unexpected(error)
+            await context.abort_with_status(errors.status_of(run.error, request_id))
         except asyncio.CancelledError:
             code = "DEADLINE_EXCEEDED" if run.deadline_passed else "CANCELLED"
             raise
@@ -355,7 +361,8 @@ class _Run:
         if left is not None:
             self.deadline = self.began + left
         request = Request(
-            id=self.id, lanes=call.lanes, deadline=self.deadline, time_limit=call.time_limit,
+            id=self.id, lanes=call.lanes, deadline=self.deadline,
+            time_limit=call.stopping.time_limit,
             stream=Stream(config.stream_events, config.stream_bytes, self._notify),
         )  # fmt: skip
         self.scheduler.submit(request)
@@ -445,7 +452,7 @@ class _Run:
         await self._send(pb.GenerateResponse(started=started))
         if self.call.output.echo:
             for output in self.outputs:
-                delta = pb.Delta(candidate=output.candidate, content=self.call.prompt.text)
+                delta = pb.Delta(candidate=output.candidate, content=self.call.prompt_text)
                 await self._send(pb.GenerateResponse(delta=delta))
 
     async def _tokens(self, event: Tokens) -> None:
@@ -478,9 +485,10 @@ class _Run:
 
     async def _finish(self, output: CandidateOutput, ended: Ended | None) -> None:
         assert self.call is not None
-        at = ended.at if ended is not None else output.last_token_at
+        last = output.answer.last_token_at
+        at = ended.at if ended is not None else last or 0.0
         timings = self._timings(output, at)
-        for item in output.finish(ended, timings, len(self.call.prompt.ids), 0):
+        for item in output.finish(ended, timings, 0):
             if isinstance(item, pb.Delta):
                 await self._delta(item)
             else:
@@ -489,7 +497,7 @@ class _Run:
 
     def _timings(self, output: CandidateOutput, at: float) -> Any:
         assert self.started is not None and self.request is not None
-        arrival, first = self.request.arrival, output.first_token_at
+        arrival, first = self.request.arrival, output.answer.first_token_at
         timings = pb.Timings(queue=duration(self.started.queue_s), total=duration(at - arrival))
         if first is not None:
             timings.prefill.CopyFrom(duration(first - self.started.at))
@@ -532,7 +540,7 @@ class _Run:
         """Metrics and the log line."""
         now = time.monotonic()
         metrics = self.services.metrics
-        names = [o.finish_name for o in self.outputs if o.finished] or [""]
+        names: list[str] = [o.result.finish_reason for o in self.outputs if o.result] or [""]
         for name in names:
             metrics.requests.labels(code, name).inc()
         metrics.duration.observe(now - self.began)
@@ -546,16 +554,16 @@ class _Run:
     def _record_output(self, output: CandidateOutput) -> None:
         metrics = self.services.metrics
         assert self.request is not None and self.started is not None
-        first = output.first_token_at
-        if first is not None:
+        first, last = output.answer.first_token_at, output.answer.last_token_at
+        if first is not None and last is not None:
             metrics.ttft.observe(first - self.request.arrival)
             metrics.prefill.observe(first - self.started.at)
             if output.tokens > 1:
-                metrics.tpot.observe((output.last_token_at - first) / (output.tokens - 1))
-        reasoning = output.reasoning_tokens
+                metrics.tpot.observe((last - first) / (output.tokens - 1))
+        reasoning = output.answer.reasoning_tokens
         metrics.output_tokens.labels("reasoning").inc(reasoning)
         metrics.output_tokens.labels("content").inc(output.tokens - reasoning)
-        for reason, count in output.anomalies.items():
+        for reason, count in output.answer.anomalies.items():
             metrics.anomalies.labels(reason).inc(count)
 
 
@@ -563,6 +571,12 @@ def _being_cancelled() -> bool:
     """Whether the call itself is cancelled, not only the write that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _unexpected(error: Exception) -> ServiceError:
+    """A mistake of ours: logged whole, told as INTERNAL without its text."""
+    _LOG.error("a handler failed", exc_info=error)
+    return ServiceError("INTERNAL", "INTERNAL_ERROR", f"the server failed: {type(error).__name__}")
 
 
 def _request_id(message: Any, context: Any) -> str:
@@ -590,5 +604,9 @@ def unary_handler(method: Callable[[Any], Awaitable[Any]], kind: Any) -> Any:
             return await method(parsed)
         except ServiceError as error:
             await context.abort_with_status(errors.status_of(error, request_id))
+        except Exception as error:
+            if isinstance(error, grpc.aio.AbortError):
+                raise
+            await context.abort_with_status(errors.status_of(_unexpected(error), request_id))
 
     return grpc.unary_unary_rpc_method_handler(handle, parse(kind), lambda m: m.SerializeToString())
