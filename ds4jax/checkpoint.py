@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointTensor:
+class CheckpointTensor(NamedTuple):
     """One tensor of a shard, with its place in the file (bytes from the file's start)."""
 
     name: str
@@ -424,62 +423,98 @@ def _header_entries(
     """Every usable tensor of a header; the others are problems."""
     tensors: list[CheckpointTensor] = []
     names: set[str] = set()
-    reader = _Object(text)
     try:
-        for name in reader.keys(0):
+        for name, entry in _items(text):
             if name == "__metadata__":
-                reader.value(MAX_METADATA_CHARS)
                 continue
-            entry = reader.value(MAX_ENTRY_CHARS)
             if name in names:
                 _add(problems, file, f"tensor {name}", "the name twice", "each tensor once")
             names.add(name)
-            tensor = _entry(file, name, entry, base, size, problems)
+            plain = entry if isinstance(entry, tuple) else _plain(file, name, entry, problems)
+            tensor = None if plain is None else _entry(file, name, plain, base, size, problems)
             if tensor is not None:
                 tensors.append(tensor)
             if len(names) > MAX_SHARD_TENSORS or len(problems) >= MAX_KEPT:
                 raise ValueError(f"more than {MAX_SHARD_TENSORS} tensors or too many problems")
-        if text[reader.pos :].strip(" \t\n\r"):
-            raise ValueError(f"text after the object at character {reader.pos}")
     except (ValueError, RecursionError) as error:
         _add(problems, file, "header", f"invalid JSON ({error})", "a safetensors header")
     return tensors
 
 
-def _entry(
-    file: str, name: str, entry: Any, base: int, size: int, problems: list[Problem]
-) -> CheckpointTensor | None:
-    """One header entry, checked against the file size."""
+_Plain = tuple[str, tuple[int, ...], int, int]
+"""Dtype, shape, first and last byte offset."""
+
+_USUAL = re.compile(
+    r', ?"([^"\\\x00-\x1f]{1,512})": ?\{"dtype": ?"([A-Z0-9_]{2,8})"'
+    r', ?"shape": ?\[([1-9][0-9, ]{0,99})\]'
+    r', ?"data_offsets": ?\[(\d{1,18}), ?(\d{1,18})\]\}'
+)
+"""An entry with the comma before it, in the usual spelling; others take the JSON decoder."""
+
+
+def _items(text: str) -> Iterator[tuple[str, Any]]:
+    """The entries of a header: name, and a `_Plain` for usual ones or the JSON value.
+
+    Raises:
+        ValueError: where the text is not one JSON object.
+    """
+    reader = _Object(text)
+    for name in reader.keys(0):
+        yield name, reader.value(MAX_METADATA_CHARS if name == "__metadata__" else MAX_ENTRY_CHARS)
+        while match := _USUAL.match(text, reader.pos):
+            name, dtype, shape, start, end = match.groups()
+            dims = tuple(map(int, shape.split(",")))  # int() raises for a stray comma or space
+            yield name, (dtype, dims, int(start), int(end))
+            reader.pos = match.end()
+    if text[reader.pos :].strip(" \t\n\r"):
+        raise ValueError(f"text after the object at character {reader.pos}")
+
+
+def _plain(file: str, name: str, entry: Any, problems: list[Problem]) -> _Plain | None:
+    """One header entry out of its JSON value."""
     where = f"tensor {name}"
     if not isinstance(entry, dict):
         _add(problems, file, where, f"a JSON {type(entry).__name__}", "dtype, shape, data_offsets")
         return None
     dtype, shape, offsets = (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(dtype, str):
         _add(problems, file, where, f"dtype {dtype!r}", "one of " + ", ".join(DTYPES))
-        return None
-    if not _is_counts(shape) or len(shape) > MAX_DIMS or 0 in shape:
+    elif not _is_counts(shape):
         expected = f"up to {MAX_DIMS} dimensions, each above 0"
         _add(problems, file, where, f"shape {shape!r}", expected)
-        return None
-    if not _is_counts(offsets) or len(offsets) != 2:
+    elif not _is_counts(offsets) or len(offsets) != 2:
         _add(problems, file, where, f"data_offsets {offsets!r}", "two byte offsets")
+    else:
+        return dtype, tuple(shape), offsets[0], offsets[1]
+    return None
+
+
+def _entry(
+    file: str, name: str, plain: _Plain, base: int, size: int, problems: list[Problem]
+) -> CheckpointTensor | None:
+    """One header entry, checked against the file size."""
+    dtype, shape, start, end = plain
+    kind = DTYPES.get(dtype)
+    if kind is None:
+        expected = "one of " + ", ".join(DTYPES)
+        _add(problems, file, f"tensor {name}", f"dtype {dtype!r}", expected)
         return None
-    nbytes = DTYPES[dtype][0]
+    if len(shape) > MAX_DIMS or 0 in shape:
+        expected = f"up to {MAX_DIMS} dimensions, each above 0"
+        _add(problems, file, f"tensor {name}", f"shape {list(shape)}", expected)
+        return None
+    nbytes = kind[0]
     for dim in shape:
         nbytes *= dim
-    start, end = offsets
     if end - start != nbytes:
-        found = f"{end - start} bytes for {dtype} {shape}"
-        _add(problems, file, where, found, f"{nbytes} bytes")
+        found = f"{end - start} bytes for {dtype} {list(shape)}"
+        _add(problems, file, f"tensor {name}", found, f"{nbytes} bytes")
         return None
     if base + end > size:
         found = f"data up to byte {base + end} of a file of {size} bytes"
-        _add(problems, file, where, found, "data inside the file")
+        _add(problems, file, f"tensor {name}", found, "data inside the file")
         return None
-    return CheckpointTensor(
-        name=name, dtype=dtype, shape=tuple(shape), file=file, start=base + start, nbytes=nbytes
-    )
+    return CheckpointTensor(name, dtype, shape, file, base + start, nbytes)
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:
