@@ -128,6 +128,19 @@ def require(op: str, backend: str, *, on: Platform | None = None) -> Backend:
     raise NotImplementedError(f"{op}: no {backend} backend{where}; there is: {', '.join(have)}")
 
 
+def target(backend: Backend) -> Literal["cuda", "rocm", "interpret"]:
+    """Which arithmetic a kernel is written for; the results are the same.
+
+    Raises: NotImplementedError where no kernel can run.
+    """
+    if backend == "interpret":
+        return "interpret"
+    on = platform()
+    if on == "cpu":
+        raise NotImplementedError("kernels compile for cuda and rocm devices, not for this cpu")
+    return on
+
+
 @functools.cache
 def _table(kind: str) -> dict[str, Any]:
     file = resources.files("pallas_kernels") / "tiles" / f"{kind}.json"

@@ -5,24 +5,18 @@ into weights inside kernels. It is not the definition of the file formats (bytes
 read in `packing` block by block.
 
 Word layout. A row of K weights is padded with zeros to a multiple of `block` and cut into blocks.
-A block is cut into sub-blocks of 32 weights; weight `r` of a sub-block belongs to word `r // 2` and
-to the low (`r % 2 == 0`) or high 16-bit half of it. So 16 words hold the sub-blocks of a *word
-group*, one sub-block per *field*, and one shift and one mask give two neighbouring weights in one
-32-bit register, ready for a matrix instruction that takes 16-bit pairs along K. A code whose width
-is no power of two is split over planes (3 bits = 2 + 1, 6 bits = 4 + 2); the planes of a block
-follow each other.
+A block is cut into sub-blocks of `sub` weights that share a scale (16 or 32); weight `r` of a
+sub-block belongs to word `r // 2` and to the low (`r % 2 == 0`) or high 16-bit half of it. So
+`sub / 2` words hold the sub-blocks of a *word group*, one sub-block per *field*, and one shift and
+one mask give two neighbouring weights in one 32-bit register, ready for a matrix instruction that
+takes 16-bit pairs along K. A code whose width is no power of two is split over planes (3 bits =
+2 + 1, 6 bits = 4 + 2); the planes of a block follow each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Literal
-
-SUB = 32
-"""Weights in a sub-block: one field of 16 words."""
-
-GROUP_WORDS = SUB // 2
-"""Words that share their fields' sub-blocks."""
 
 Run = tuple[int, int, int]
 """(lowest code bit, number of bits, bit position in the half-word)."""
@@ -50,17 +44,24 @@ def plain_plane(first_bit: int, bits: int) -> Plane:
     return Plane(first_bit=first_bit, bits=bits, fields=fields)
 
 
-# Four E2M1-like codes (bit 3 sign, bits 2..0 magnitude) in a half-word. Fields 0 to 2 reach the
-# bfloat16 position (sign 15, exponent 8..7, mantissa 6) by one left shift; field 3 takes the rest.
+# Four E2M1-like codes (bit 3 sign, bits 2..0 magnitude) in a half-word, so that few shifts bring
+# them to the bfloat16 position (sign 15, exponent 8..7, mantissa 6).
 _FP4_PLANE = Plane(
     first_bit=0,
     bits=4,
     fields=(
         ((3, 1, 15), (0, 3, 6)),
         ((3, 1, 12), (0, 3, 3)),
-        ((3, 1, 9), (0, 3, 0)),
-        ((3, 1, 14), (0, 2, 10), (2, 1, 13)),
+        ((3, 1, 14), (0, 3, 9)),
+        ((3, 1, 13), (0, 3, 0)),
     ),
+)
+
+# Eight codes of sign (bit 1) and outer level (bit 0), for sign 15 and exponent bit 8.
+_S40_PLANE = Plane(
+    first_bit=0,
+    bits=2,
+    fields=(*(((1, 1, 15 - f), (0, 1, 8 - f)) for f in range(7)), ((1, 1, 1), (0, 1, 0))),
 )
 
 
@@ -76,6 +77,7 @@ class Format:
         table rows and one word of signs and scale: a block is 16 words of the first kind, then the
         16 of the second.
       group: weights that share a scale.
+      scale_bytes: bytes of a group in the byte forms: 1, or 2 (affine: scale, then offset).
       scale: how scales are kept. One byte per group, four bytes in an int32 word: "e5m3", which is
         0 or (1 + M/8) * 2^(E - 22) with E in the upper five bits and M in the lower three (every
         UE4M3 half-scale, without its subnormals); "ue4m3", the UE4M3 byte itself with a flag in bit
@@ -91,6 +93,7 @@ class Format:
     group: int
     scale: ScaleKind
     books: int = 0
+    scale_bytes: int = 1
 
     @property
     def bits(self) -> int:
@@ -101,8 +104,18 @@ class Format:
     def block(self) -> int:
         """Weights in a device block."""
         if not self.planes:
-            return SUB * GROUP_WORDS
-        return max(128, SUB * max(p.per_half for p in self.planes))
+            return 512
+        return max(128, self.sub * max(p.per_half for p in self.planes))
+
+    @property
+    def sub(self) -> int:
+        """Weights in a sub-block."""
+        return min(self.group, 32)
+
+    @property
+    def group_words(self) -> int:
+        """Words of a word group."""
+        return self.sub // 2
 
     @property
     def block_words(self) -> int:
@@ -126,6 +139,7 @@ def _format(
     group: int,
     scale: ScaleKind,
     books: int = 0,
+    scale_bytes: int = 1,
 ) -> Format:
     return Format(
         name=name,
@@ -135,6 +149,7 @@ def _format(
         group=group,
         scale=scale,
         books=books,
+        scale_bytes=scale_bytes,
     )
 
 
@@ -153,10 +168,10 @@ _ALL = (
     _format("rocmfp3", 32, 14, (plain_plane(0, 2), plain_plane(2, 1)), 16, "e5m3"),
     _format("rocmfp3_mix", 32, 14, (plain_plane(0, 2), plain_plane(2, 1)), 16, "ue4m3", 8),
     _format("rocmfp2_mix", 32, 10, _TWO_BIT, 16, "ue4m3", 4),
-    _format("rocmfp2_s40", 32, 10, _TWO_BIT, 16, "e5m3"),
+    _format("rocmfp2_s40", 32, 10, (_S40_PLANE,), 16, "e5m3"),
     _format("rocmfp2_m1012", 32, 10, _TWO_BIT, 16, "e5m3"),
     _format("rocmfp2_signed", 32, 10, _TWO_BIT, 16, "ue4m3"),
-    _format("rocmfp2_affine", 32, 10, _TWO_BIT, 16, "e5m3"),
+    _format("rocmfp2_affine", 32, 10, _TWO_BIT, 32, "e5m3", scale_bytes=2),
     _format("hf_fp8_e4m3_block128", 128, 128, _EIGHT_BIT, 128, "tile"),
 )
 

@@ -21,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pallas_kernels import formats
-from pallas_kernels.formats import GROUP_WORDS, SUB, Format
+from pallas_kernels.formats import Format
 
 Array: TypeAlias = Any
 """A NumPy or JAX array (packing accepts both and answers in kind)."""
 
-_FIELDS = ("codes", "scales", "mins", "supers", "books", "factor")
+FIELDS = ("codes", "scales", "mins", "supers", "books", "factor")
+"""Names of the arrays of a QuantArray."""
 
 
 @jax.tree_util.register_dataclass
@@ -79,12 +80,12 @@ class QuantArray:
 
     def arrays(self) -> list[Array]:
         """The arrays present, in a fixed order."""
-        return [a for a in (getattr(self, f) for f in _FIELDS) if a is not None]
+        return [a for a in (getattr(self, f) for f in FIELDS) if a is not None]
 
     def map(self, fn: Callable[[Array], Array]) -> QuantArray:
         """The same container with `fn` applied to each array (shape of N and K unchanged)."""
         new: dict[str, Any] = {
-            f: None if getattr(self, f) is None else fn(getattr(self, f)) for f in _FIELDS
+            f: None if getattr(self, f) is None else fn(getattr(self, f)) for f in FIELDS
         }
         return dataclasses.replace(self, **new)
 
@@ -122,7 +123,7 @@ def _join(parts: Sequence[QuantArray], fn: Callable[[list[Array]], Array], what:
     if len(kinds) > 1:
         raise ValueError(f"{what}: matrices differ in (format, N, K): {sorted(kinds)}")
     new: dict[str, Any] = {}
-    for f in _FIELDS:
+    for f in FIELDS:
         arrays = [getattr(q, f) for q in parts]
         new[f] = None if arrays[0] is None else fn(arrays)
     return dataclasses.replace(parts[0], **new)
@@ -149,7 +150,7 @@ def abstract(format: str, lead: Sequence[int], rows: int, cols: int) -> QuantArr
     elif fmt.scale == "tile":
         scales = of((padded // 128, -(-rows // 128)), jnp.float32)
     else:
-        scales = of((-(-groups // 4), rows), jnp.int32)
+        scales = of((-(-groups * fmt.scale_bytes // 4), rows), jnp.int32)
     if fmt.scale == "k":
         extra["supers"] = of((-(-padded // 256), rows), jnp.int32)
         if fmt.name == "q4_k":
@@ -232,7 +233,7 @@ def pack(
     if fmt.planes:
         codes = _words(xp, fmt, _pad_last(xp, parts.pop("codes"), pad))
     else:
-        codes = _iq2_words(xp, parts.pop("codes"), pad // SUB)
+        codes = _iq2_words(xp, parts.pop("codes"), pad // 32)
     return QuantArray(
         codes=codes,
         **{k: _finish(xp, fmt, k, v, cols) for k, v in parts.items()},
@@ -307,7 +308,8 @@ def _words(xp: Any, fmt: Format, codes: Array) -> Array:
     lead = codes.shape[:-1]
     planes = []
     for plane in fmt.planes:
-        c = codes.reshape(*lead, -1, fmt.block // (SUB * plane.per_half), plane.per_half, 16, 2)
+        groups = fmt.block // (fmt.sub * plane.per_half)
+        c = codes.reshape(*lead, -1, groups, plane.per_half, fmt.group_words, 2)
         word: Array = None
         for f, runs in enumerate(plane.fields):
             for half in (0, 1):
@@ -323,7 +325,7 @@ def _words(xp: Any, fmt: Format, codes: Array) -> Array:
 def _iq2_words(xp: Any, pairs: Array, pad: int) -> Array:
     """uint32 [..., N, 2, K/32] (table rows, signs) -> int32 [..., N, W]."""
     pairs = _pad_last(xp, pairs, pad)
-    pairs = pairs.reshape(*pairs.shape[:-1], -1, GROUP_WORDS)
+    pairs = pairs.reshape(*pairs.shape[:-1], -1, 16)
     pairs = xp.swapaxes(pairs, -3, -2)
     return _as_int32(pairs.reshape(*pairs.shape[:-3], -1))
 
@@ -334,7 +336,9 @@ def _finish(xp: Any, fmt: Format, name: str, a: Array, cols: int) -> Array:
         return a
     padded = fmt.padded(cols)
     # Bytes of one scale (a K format's super-block has two float16 values of 256 weights).
-    size, group = (4, 256) if name == "supers" else (2 if fmt.scale == "f16" else 1, fmt.group)
+    size, group = 2 if fmt.scale == "f16" else fmt.scale_bytes, fmt.group
+    if name == "supers":
+        size, group = 4, 256
     a = _pad_last(xp, a, -(-(padded // group) * size // 4) * 4 - a.shape[-1])
     a = xp.swapaxes(_as_int32(_u32_of_bytes(xp, a.reshape(*a.shape[:-1], -1, 4))), -1, -2)
     return np.ascontiguousarray(a) if xp is np else a
@@ -635,10 +639,10 @@ def _codes(q: QuantArray, fmt: Format) -> Array:
     total: jax.Array | None = None
     start = 0
     for plane in fmt.planes:
-        groups = fmt.block // (SUB * plane.per_half)
-        part = words[..., start : start + groups * GROUP_WORDS]
-        start += groups * GROUP_WORDS
-        part = part.reshape(*part.shape[:-1], groups, GROUP_WORDS)
+        groups = fmt.block // (fmt.sub * plane.per_half)
+        part = words[..., start : start + groups * fmt.group_words]
+        start += groups * fmt.group_words
+        part = part.reshape(*part.shape[:-1], groups, fmt.group_words)
         fields = []
         for runs in plane.fields:
             halves = []
@@ -752,7 +756,7 @@ def _weights_bytes(q: QuantArray, fmt: Format) -> Array:
 
 
 def _weights_affine(q: QuantArray, fmt: Format) -> Array:
-    codes = _grouped(_codes(q, fmt), SUB).astype(jnp.float32)
+    codes = _grouped(_codes(q, fmt), fmt.group).astype(jnp.float32)
     b = device_scale(_scale_bytes(q.scales))
     b = b.reshape(*b.shape[:-1], -1, 2)[..., : codes.shape[-2], :]
     return _flat(codes * b[..., :1] - b[..., 1:], 2)
@@ -808,7 +812,7 @@ def _weights_k(q: QuantArray, fmt: Format) -> Array:
 
 def _weights_iq2_xxs(q: QuantArray, fmt: Format) -> Array:
     words = jax.lax.bitcast_convert_type(q.codes, jnp.uint32)
-    words = words.reshape(*words.shape[:-1], -1, 2, GROUP_WORDS)
+    words = words.reshape(*words.shape[:-1], -1, 2, 16)
     rows, signs = _flat(words[..., 0, :], 2), _flat(words[..., 1, :], 2)
     grid = jnp.asarray(IQ2_GRID)
     tail = (1,) * rows.ndim

@@ -1,0 +1,634 @@
+"""Inside kernels: packed words -> bfloat16 tiles of weights, ready for a matrix instruction.
+
+One tile is [rows, 128] weights in ascending k. What it holds is the weight rounded once to bfloat16
+(as `packing.unpack` rounds it), times 2^-shift, a power of two that the caller takes out again at
+the end: tiny exponents come free where a level's bits are used as the low bits of an exponent.
+
+The decoding arithmetic exists twice, for one result. `cuda` keeps two weights in one register and
+uses packed bfloat16 instructions (inline assembly). `portable` is plain operations on float32, for
+AMD and for emulation. This module does not loop over K and knows no grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import formats
+from pallas_kernels.formats import Format
+
+TILE_K = 128
+"""Weights of a row in one tile."""
+
+Target = Literal["cuda", "rocm", "interpret"]
+
+Array: TypeAlias = Any
+Refs: TypeAlias = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Raw:
+    """What is loaded for [rows, block] weights, before any arithmetic.
+
+    Attributes:
+      words: per plane, per word group: int32 [rows, sub / 2].
+      scales, mins, supers: int32 words [rows], in order of their groups.
+      tile: float32 [rows], scale of 128 x 128 tiles.
+      books: float32 levels [2][levels] of the mix formats.
+    """
+
+    words: tuple[tuple[Array, ...], ...]
+    scales: tuple[Array, ...] = ()
+    mins: tuple[Array, ...] = ()
+    supers: tuple[Array, ...] = ()
+    tile: Array | None = None
+    books: tuple[tuple[Array, ...], ...] = ()
+
+
+def shift(fmt: Format) -> int:
+    """Tiles hold weights times 2^-shift."""
+    if fmt.scale == "e8m0":
+        return 30
+    if fmt.scale == "tile":
+        return 0
+    return {"nvfp4": 8, "rocmfp4": 8, "rocmfp4_fast": 8, "rocmfp3": 7, "rocmfp8": 1}.get(
+        fmt.name, 0
+    )
+
+
+def load(
+    fmt: Format, refs: Refs, lead: tuple[Any, ...], row: Array, rows: int, block: Array
+) -> Raw:
+    """Load one block of `rows` rows from `row` on.
+
+    Args:
+      refs: references to the arrays of a QuantArray by field name.
+      lead: scalar indices of its leading axes.
+      row: first row, a multiple of `rows`. block: number of the block.
+    """
+    at = pl_ds(row, rows)
+    words = []
+    start = 0
+    for plane in fmt.planes:
+        groups = fmt.block // (fmt.sub * plane.per_half)
+        first = [block * fmt.block_words + start + fmt.group_words * g for g in range(groups)]
+        start += fmt.group_words * groups
+        words.append(
+            tuple(
+                plgpu.load(refs["codes"].at[(*lead, at, pl_ds(f, fmt.group_words))]) for f in first
+            )
+        )
+
+    def column(name: str, per_block: int) -> tuple[Array, ...]:
+        return tuple(
+            plgpu.load(refs[name].at[(*lead, block * per_block + i, at)]) for i in range(per_block)
+        )
+
+    per = fmt.block // fmt.group * fmt.scale_bytes
+    if fmt.scale == "f16":
+        return Raw(words=tuple(words), scales=column("scales", per // 2))
+    if fmt.scale == "k":
+        # A block of a K format is 128 (q4_k) or 256 weights; its super-block has 256.
+        super_ = plgpu.load(refs["supers"].at[(*lead, block * fmt.block // 256, at)])
+        mins = column("mins", per // 4) if fmt.name == "q4_k" else ()
+        return Raw(
+            words=tuple(words), scales=column("scales", per // 4), mins=mins, supers=(super_,)
+        )
+    if fmt.scale == "tile":
+        ref = refs["scales"]
+        run = -(-refs["codes"].shape[-2] // ref.shape[-1])
+        which = (row + jnp.arange(rows, dtype=jnp.int32)) // run
+        return Raw(words=tuple(words), tile=plgpu.load(ref.at[(*lead, block, which)]))
+    books: tuple[tuple[Array, ...], ...] = ()
+    if fmt.books:
+        books = tuple(
+            tuple(
+                plgpu.load(refs["books"].at[(*lead, jnp.int32(b), jnp.int32(i))]).astype(
+                    jnp.float32
+                )
+                for i in range(fmt.books)
+            )
+            for b in (0, 1)
+        )
+    return Raw(words=tuple(words), scales=column("scales", per // 4), books=books)
+
+
+def pl_ds(start: Any, size: int) -> Any:
+    """Slice of `size` from `start`."""
+    return jax.experimental.pallas.ds(start, size)
+
+
+# --- Arithmetic on pairs: two neighbouring weights of a row ---
+
+
+def _both(half: int) -> Array:
+    """A 16-bit pattern in both halves of an int32."""
+    word = (half << 16) | half
+    return jnp.int32(word - (1 << 32) if word >> 31 else word)
+
+
+def _bf16(value: float) -> int:
+    """Bits of a value that bfloat16 holds exactly."""
+    bits = int(np.float32(value).view(np.uint32))
+    if bits & 0xFFFF:
+        raise ValueError(f"{value} is no bfloat16")
+    return bits >> 16
+
+
+def _as_f32(bits: Array) -> Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _as_i32(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _asm(code: str, *args: Array) -> Array:
+    """One packed instruction on int32 operands."""
+    shape = jax.ShapeDtypeStruct(args[0].shape, jnp.int32)
+    args = tuple(jnp.broadcast_to(a, shape.shape) for a in args)
+    [out] = plgpu.elementwise_inline_asm(
+        code,
+        args=args,
+        constraints="=r" + ",r" * len(args),
+        pack=1,
+        result_shape_dtypes=[shape],
+    )
+    return out
+
+
+Pair: TypeAlias = Any
+Scale: TypeAlias = Any
+
+
+class Cuda:
+    """A pair is an int32 word of two bfloat16, a scale such a word with equal halves."""
+
+    def bits(self, word: Array, *, tiny: bool = False) -> Pair:
+        """The pair with these bfloat16 bits. tiny: exponents below 4, subnormals among them."""
+        del tiny
+        return word
+
+    def and_or(self, a: Array, mask: Array, b: Array) -> Array:
+        """(a & mask) | b, in one instruction where mask and b are both constants, too."""
+        return _asm("lop3.b32 $0, $1, $2, $3, 0xEA;", a, mask, b)
+
+    def mul(self, a: Pair, s: Scale) -> Pair:
+        """a * s, rounded to bfloat16."""
+        return _asm("mul.rn.bf16x2 $0, $1, $2;", a, s)
+
+    def fma(self, a: Pair, s: Scale, c: Scale) -> Pair:
+        """a * s + c, rounded once to bfloat16."""
+        return _asm("fma.rn.bf16x2 $0, $1, $2, $3;", a, s, c)
+
+    def sub(self, a: Pair, b: Pair) -> Pair:
+        """a - b where that is exact."""
+        return _asm("sub.rn.bf16x2 $0, $1, $2;", a, b)
+
+    def clamp(self, a: Pair, half: int) -> Pair:
+        """Magnitudes at most the bfloat16 with bits `half`."""
+        return _asm("min.xorsign.abs.bf16x2 $0, $1, $2;", a, _both(half))
+
+    def affine_f32(self, a: Pair, s: Array, minus: Array | None) -> Pair:
+        """a * s - minus with float32 scales, rounded once to bfloat16."""
+        lo, hi = _as_f32(a << 16) * s, _as_f32(a & jnp.int32(-65536)) * s
+        if minus is not None:
+            lo, hi = lo - minus, hi - minus
+        return _asm_pack(lo, hi)
+
+    def choose(self, bits: Array, position: int, a: Scale, b: Scale) -> Pair:
+        """Per half: a where bit `position` is set, else b."""
+        ones = (_shr(bits, position) & _both(1)) * jnp.int32(0xFFFF)
+        return (a & ones) | (b & ~ones)
+
+    def halves(self, a: Pair, *, exact: bool) -> tuple[Array, Array]:
+        """The two weights as bfloat16."""
+        del exact
+        lo, hi = a.astype(jnp.int16), _shr(a, 16).astype(jnp.int16)
+        as_bf16 = jax.lax.bitcast_convert_type
+        return as_bf16(lo, jnp.bfloat16), as_bf16(hi, jnp.bfloat16)
+
+    def constant(self, value: float) -> Scale:
+        """A number that bfloat16 holds exactly."""
+        return _both(_bf16(value))
+
+    def times(self, s: Scale, value: float) -> Scale:
+        """s * value."""
+        return self.mul(s, self.constant(value))
+
+    def signed(self, s: Scale, flag: Scale) -> Scale:
+        """s with the sign bit of `flag`."""
+        return s | flag
+
+    def level(self, value: Array) -> Scale:
+        """A float32 scalar (a bfloat16 value) as a scale."""
+        top = _as_i32(value) & jnp.int32(-65536)
+        return top | _shr(top, 16)
+
+    def e5m3(self, words: Sequence[Array], *, up: int) -> list[Scale]:
+        """Scales of device bytes: value * 2^(32 * up - 105); with up > 0 a zero byte is not 0."""
+        fixed = _both(up << 12)
+        even = [((w << 4) & _both(0x0FF0)) | fixed for w in words]
+        odd = [(_shr(w, 4) & _both(0x0FF0)) | fixed for w in words]
+        return _broadcast_halves(even, odd)
+
+    def ue4m3(self, words: Sequence[Array]) -> list[Scale]:
+        """Scales of UE4M3 bytes without bit 7, value as it is."""
+        even = [self.times((w << 4) & _both(0x07F0), 2.0**119) for w in words]
+        odd = [self.times(_shr(w, 4) & _both(0x07F0), 2.0**119) for w in words]
+        return _broadcast_halves(even, odd)
+
+    def flags(self, words: Sequence[Array]) -> list[Scale]:
+        """Bit 7 of the bytes as a sign bit."""
+        even = [(w << 8) & _both(0x8000) for w in words]
+        odd = [w & _both(0x8000) for w in words]
+        return _broadcast_halves(even, odd)
+
+    def e8m0(self, words: Sequence[Array], up: int) -> list[Scale]:
+        """2^(e - 127 + up); 0 for e = 0, infinity past the range."""
+        even = [self.times((w << 7) & _both(0x7F80), 2.0**up) for w in words]
+        odd = [self.times(_shr(w, 1) & _both(0x7F80), 2.0**up) for w in words]
+        return _broadcast_halves(even, odd)
+
+
+class Portable:
+    """A pair is (low, high) in float32, rounded at the end; a scale is float32."""
+
+    def __init__(self, *, flush_safe: bool) -> None:
+        # Emulation on a CPU flushes float32 subnormals: tiny pairs are kept times 2^64 there.
+        self._up = 64 if flush_safe else 0
+
+    def bits(self, word: Array, *, tiny: bool = False) -> Pair:
+        """As `Cuda.bits`."""
+        lo, hi = word << 16, word & jnp.int32(-65536)
+        if not (tiny and self._up):
+            return _as_f32(lo), _as_f32(hi), 0
+        return self._lifted(lo), self._lifted(hi), self._up
+
+    def _lifted(self, bits: Array) -> Array:
+        mag = bits & jnp.int32(0x7FFFFFFF)
+        small = _shr(mag, 16).astype(jnp.float32) * jnp.float32(2.0 ** (self._up - 133))
+        value = jnp.where(mag < 0x00800000, small, _as_f32(mag) * jnp.float32(2.0**self._up))
+        return jnp.where(bits < 0, -value, value)
+
+    def and_or(self, a: Array, mask: Array, b: Array) -> Array:
+        """As `Cuda.and_or`."""
+        return (a & mask) | b
+
+    def mul(self, a: Pair, s: Scale) -> Pair:
+        """As `Cuda.mul`, rounded later."""
+        lo, hi, up = a
+        s = s * jnp.float32(2.0**-up) if up else s
+        return lo * s, hi * s, 0
+
+    def fma(self, a: Pair, s: Scale, c: Scale) -> Pair:
+        """As `Cuda.fma`, rounded later; a * s is exact in float32."""
+        lo, hi, up = self.mul(a, s)
+        return lo + c, hi + c, up
+
+    def sub(self, a: Pair, b: Pair) -> Pair:
+        """As `Cuda.sub`."""
+        return a[0] - b[0], a[1] - b[1], a[2]
+
+    def clamp(self, a: Pair, half: int) -> Pair:
+        """As `Cuda.clamp`."""
+        lo, hi, up = a
+        top = float(np.uint32(half << 16).view(np.float32)) * 2.0**up
+        return jnp.clip(lo, -top, top), jnp.clip(hi, -top, top), up
+
+    def affine_f32(self, a: Pair, s: Array, minus: Array | None) -> Pair:
+        """As `Cuda.affine_f32`."""
+        lo, hi, up = self.mul(a, s)
+        return (lo, hi, up) if minus is None else (lo - minus, hi - minus, up)
+
+    def choose(self, bits: Array, position: int, a: Scale, b: Scale) -> Pair:
+        """As `Cuda.choose`."""
+        lo = (bits & jnp.int32(1 << position)) != 0
+        hi = (bits & _both(1 << position) & jnp.int32(-65536)) != 0
+        a_lo, a_hi = (a[0], a[1]) if isinstance(a, tuple) else (a, a)
+        b_lo, b_hi = (b[0], b[1]) if isinstance(b, tuple) else (b, b)
+        return jnp.where(lo, a_lo, b_lo), jnp.where(hi, a_hi, b_hi), 0
+
+    def halves(self, a: Pair, *, exact: bool) -> tuple[Array, Array]:
+        """The two weights as bfloat16. exact: they are bfloat16 values already."""
+        if not exact:
+            return a[0].astype(jnp.bfloat16), a[1].astype(jnp.bfloat16)
+        tops = [_shr(_as_i32(x), 16).astype(jnp.int16) for x in a[:2]]
+        lo, hi = (jax.lax.bitcast_convert_type(t, jnp.bfloat16) for t in tops)
+        return lo, hi
+
+    def constant(self, value: float) -> Scale:
+        """A number."""
+        return jnp.float32(value)
+
+    def times(self, s: Scale, value: float) -> Scale:
+        """s * value."""
+        return s * jnp.float32(value)
+
+    def signed(self, s: Scale, flag: Scale) -> Scale:
+        """s with the sign bit of `flag`."""
+        return _as_f32(_as_i32(s) | flag)
+
+    def level(self, value: Array) -> Scale:
+        """A float32 scalar as a scale."""
+        return value
+
+    def _bytes(self, words: Sequence[Array]) -> list[Array]:
+        return [_shr(w, 8 * i) & jnp.int32(255) for w in words for i in range(4)]
+
+    def e5m3(self, words: Sequence[Array], *, up: int) -> list[Scale]:
+        """As `Cuda.e5m3`."""
+        return [_as_f32((b << 20) | jnp.int32(up << 28)) for b in self._bytes(words)]
+
+    def ue4m3(self, words: Sequence[Array]) -> list[Scale]:
+        """As `Cuda.ue4m3`."""
+        out = []
+        for b in self._bytes(words):
+            b = b & jnp.int32(127)
+            normal = _as_f32((b << 20) + jnp.int32(119 << 23))
+            out.append(jnp.where(b < 8, b.astype(jnp.float32) * jnp.float32(2.0**-10), normal))
+        return out
+
+    def flags(self, words: Sequence[Array]) -> list[Scale]:
+        """Bit 7 of the bytes as the sign bit of a float32."""
+        return [(b << 24) & jnp.int32(-(1 << 31)) for b in self._bytes(words)]
+
+    def e8m0(self, words: Sequence[Array], up: int) -> list[Scale]:
+        """As `Cuda.e8m0`."""
+        return [_as_f32(b << 23) * jnp.float32(2.0**up) for b in self._bytes(words)]
+
+
+Arith: TypeAlias = Cuda | Portable
+
+
+def _broadcast_halves(even: Sequence[Array], odd: Sequence[Array]) -> list[Scale]:
+    """Pairs of bytes (0, 2) and (1, 3) of each word -> scales in byte order."""
+    out: list[Scale] = []
+    for e, o in zip(even, odd, strict=True):
+        for selector in ("0x1010", "0x3232"):
+            out.extend(_asm(f"prmt.b32 $0, $1, $1, {selector};", p) for p in (e, o))
+    return out
+
+
+def _asm_pack(lo: Array, hi: Array) -> Array:
+    [out] = plgpu.elementwise_inline_asm(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        args=[lo, hi],
+        constraints="=r,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(lo.shape, jnp.int32)],
+    )
+    return out
+
+
+def _shr(w: Array, n: int) -> Array:
+    """Logical shift right."""
+    return jax.lax.shift_right_logical(w, jnp.broadcast_to(jnp.int32(n), w.shape)) if n else w
+
+
+def _move(w: Array, left: int) -> Array:
+    """Shift left, or right if negative."""
+    return w << left if left > 0 else _shr(w, -left)
+
+
+# --- One sub-block per field ---
+
+
+def _fields(
+    arith: Arith, plane: formats.Plane, words: Sequence[Array], at: Sequence[int], fixed: int = 0
+) -> list[Array]:
+    """Bits of every sub-block's field at new places, with constant bits added.
+
+    Args: at: half-word position for each run of the plane's fields. fixed: half-word constant.
+    """
+    return [_field(arith, plane, w, f, at, fixed) for w in words for f in range(plane.per_half)]
+
+
+def _field(
+    arith: Arith, plane: formats.Plane, word: Array, f: int, at: Sequence[int], fixed: int
+) -> Array:
+    # Runs that move by the same distance share a shift.
+    by_shift: dict[int, int] = {}
+    for (_, n, pos), to in zip(plane.fields[f], at, strict=True):
+        by_shift[to - pos] = by_shift.get(to - pos, 0) | ((1 << n) - 1) << to
+    out: Array | None = _both(fixed) if fixed else None
+    for left, mask in by_shift.items():
+        part = _move(word, left)
+        out = part & _both(mask) if out is None else arith.and_or(part, _both(mask), out)
+    return out
+
+
+def tiles(fmt: Format, raw: Raw, target: Target) -> list[tuple[Array, Array | None]]:
+    """Tiles [rows, 128] of a loaded block in ascending k.
+
+    Returns: (bfloat16 tile, float32 [rows] factor of the product with this tile, or None).
+    """
+    arith: Arith = Cuda() if target == "cuda" else Portable(flush_safe=target == "interpret")
+    pairs, exact = _PAIRS[fmt.name](fmt, raw, arith)
+    subs = []
+    for p in pairs:
+        lo, hi = arith.halves(p, exact=exact)
+        subs.append(jnp.stack([lo, hi], -1).reshape(lo.shape[0], fmt.sub))
+    per = TILE_K // fmt.sub
+    return [(_side_by_side(subs[i : i + per]), raw.tile) for i in range(0, len(subs), per)]
+
+
+def _side_by_side(parts: Sequence[Array]) -> Array:
+    """[rows, n] each, a power of two of them -> [rows, parts * n], part after part."""
+    rows, n = parts[0].shape
+    count, depth = len(parts), 0
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [jnp.stack([parts[i], parts[i + half]], -1) for i in range(half)]
+        depth += 1
+    # Axes now: row, weight, then the bits of the part's number, highest first.
+    order = (0, *range(2, depth + 2), 1)
+    return jnp.transpose(parts[0], order).reshape(rows, count * n)
+
+
+_Decoded = tuple[list[Pair], bool]
+
+
+def _pairs_fp4(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """E2M1 bits as the low bits of a bfloat16 exponent: value * 2^-126."""
+    e8m0 = fmt.scale == "e8m0"
+    scales = arith.e8m0(raw.scales, 96) if e8m0 else arith.e5m3(raw.scales, up=7)
+    out = []
+    for bits, s in zip(_fields(arith, fmt.planes[0], raw.words[0], (15, 6)), scales, strict=True):
+        p = arith.bits(bits, tiny=True)
+        if fmt.name.startswith("rocmfp4"):
+            # The largest level is 10, not 12: 5 * 2^-126 in E2M1 units.
+            p = arith.clamp(p, 0x01A0)
+        out.append(arith.mul(p, s[:, None]))
+    return out, True
+
+
+def _pairs_rocmfp3(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """Magnitudes 0, 1, 2, 4 are exponents 0..3: level * 2^-126."""
+    mags = _fields(arith, fmt.planes[0], raw.words[0], (7,))
+    signs = _fields(arith, fmt.planes[1], raw.words[1], (15,))
+    scales = arith.e5m3(raw.scales, up=7)
+    pairs = [arith.bits(m | s, tiny=True) for m, s in zip(mags, signs, strict=True)]
+    return [arith.mul(p, s[:, None]) for p, s in zip(pairs, scales, strict=True)], True
+
+
+def _pairs_s40(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """Levels 1 and 4 times 2^105: bit 1 of the exponent tells them apart."""
+    fields = _fields(arith, fmt.planes[0], raw.words[0], (15, 8), (105 + 127) << 7)
+    scales = arith.e5m3(raw.scales, up=0)
+    return [arith.mul(arith.bits(b), s[:, None]) for b, s in zip(fields, scales, strict=True)], True
+
+
+def _pairs_linear2(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """Codes in the mantissa: (4 + code) s - 5 s."""
+    if fmt.name == "rocmfp2_signed":
+        flags = arith.flags(raw.scales)
+        scales = [arith.signed(s, f) for s, f in zip(arith.ue4m3(raw.scales), flags, strict=True)]
+        x, unit = 2, 1.0
+    else:
+        scales = arith.e5m3(raw.scales, up=0)
+        x, unit = 107, 2.0**105
+    fields = _fields(arith, fmt.planes[0], raw.words[0], (5,), (x + 127) << 7)
+    out = []
+    for b, s in zip(fields, scales, strict=True):
+        minus = arith.times(s, -5.0 * unit)
+        out.append(arith.fma(arith.bits(b), s[:, None], minus[:, None]))
+    return out, True
+
+
+def _pairs_affine(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """code * s - o, both of a sub-block."""
+    fixed = (107 + 127) << 7
+    one = arith.bits(_both(fixed))
+    scales = arith.e5m3(raw.scales, up=0)
+    out = []
+    for i, b in enumerate(_fields(arith, fmt.planes[0], raw.words[0], (5,), fixed)):
+        code = arith.sub(arith.bits(b), one)
+        offset = arith.times(scales[2 * i + 1], -(2.0**105))
+        out.append(arith.fma(code, scales[2 * i][:, None], offset[:, None]))
+    return out, False
+
+
+def _pairs_rocmfp6(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """(128 + code) s - 160 s."""
+    low = _fields(arith, fmt.planes[0], raw.words[0], (0,), (105 + 7 + 127) << 7)
+    high = _fields(arith, fmt.planes[1], raw.words[1], (4,))
+    out = []
+    for a, b, s in zip(low, high, arith.e5m3(raw.scales, up=0), strict=True):
+        minus = arith.times(s, -160.0 * 2.0**105)
+        out.append(arith.fma(arith.bits(a | b), s[:, None], minus[:, None]))
+    return out, False
+
+
+def _signed_bytes(raw: Raw, fmt: Format, arith: Arith, exponent: int) -> list[Pair]:
+    """int8 codes times 2^(exponent - 7); `exponent` odd, so that bit 7 can double 2^exponent."""
+    fixed = _both((exponent + 127) << 7)
+    out = []
+    for b in (_move(w, -8 * f) for w in raw.words[0] for f in (0, 1)):
+        value = arith.bits(arith.and_or(b, _both(0x7F), fixed))
+        out.append(arith.sub(value, arith.bits(arith.and_or(b, _both(0x80), fixed))))
+    return out
+
+
+def _pairs_rocmfp8(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    codes = _signed_bytes(raw, fmt, arith, 111)
+    scales = arith.e5m3(raw.scales, up=0)
+    return [arith.mul(c, s[:, None]) for c, s in zip(codes, scales, strict=True)], False
+
+
+def _f16_halves(words: Sequence[Array]) -> list[Array]:
+    """Two float16 per word -> float32."""
+    out = []
+    for w in words:
+        for part in (w, _shr(w, 16)):
+            half = jax.lax.bitcast_convert_type(part.astype(jnp.int16), jnp.float16)
+            out.append(half.astype(jnp.float32))
+    return out
+
+
+def _pairs_q8_0(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    codes = _signed_bytes(raw, fmt, arith, 7)
+    scales = _f16_halves(raw.scales)
+    return [
+        arith.affine_f32(c, s[:, None], None) for c, s in zip(codes, scales, strict=True)
+    ], False
+
+
+def _pairs_k(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """(d * scale) * code - dmin * min."""
+    d, dmin = _f16_halves(raw.supers)
+    by = [_shr(w, 8 * i) for w in raw.scales for i in range(4)]
+    if fmt.name == "q2_k":
+        scale = [b & jnp.int32(15) for b in by]
+        low = [_shr(b, 4) & jnp.int32(15) for b in by]
+    else:
+        scale = [b & jnp.int32(255) for b in by]
+        low = [_shr(w, 8 * i) & jnp.int32(255) for w in raw.mins for i in range(4)]
+    base = arith.bits(_both(_bf16(128.0)))
+    out = []
+    fields = _fields(arith, fmt.planes[0], raw.words[0], (0,), _bf16(128.0))
+    for b, a, m in zip(fields, scale, low, strict=True):
+        s, minus = d * a.astype(jnp.float32), dmin * m.astype(jnp.float32)
+        code = arith.sub(arith.bits(b), base)
+        out.append(arith.affine_f32(code, s[:, None], minus[:, None]))
+    return out, False
+
+
+def _pairs_mix(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """Levels from the code book that bit 7 of the scale byte names."""
+    planes = [_fields(arith, p, w, (0,)) for p, w in zip(fmt.planes, raw.words, strict=True)]
+    second = [_shr(w, 8 * i + 7) & jnp.int32(1) for w in raw.scales for i in range(4)]
+    books = [[arith.level(x) for x in book] for book in raw.books]
+    out = []
+    for i, s in enumerate(arith.ue4m3(raw.scales)):
+        other = second[i] == 1
+        levels = [jnp.where(other, b, a)[:, None] for a, b in zip(*books, strict=True)]
+        for bit in range(fmt.bits):
+            plane, at = (planes[0], bit) if bit < 2 else (planes[1], 0)
+            levels = [
+                arith.choose(plane[i], at, levels[j + 1], levels[j])
+                for j in range(0, len(levels), 2)
+            ]
+        out.append(arith.mul(levels[0], s[:, None]))
+    return out, False
+
+
+def _pairs_hf_fp8(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+    """E4M3 bits four places up: value * 2^-120. The tile scale multiplies the product."""
+    one = arith.constant(2.0**120)
+    out = []
+    for b in (_move(w, -8 * f) for w in raw.words[0] for f in (0, 1)):
+        bits = arith.and_or(b << 4, _both(0x07F0), (b << 8) & _both(0x8000))
+        out.append(arith.mul(arith.bits(bits, tiny=True), one))
+    return out, True
+
+
+_PAIRS: dict[str, Callable[[Format, Raw, Arith], _Decoded]] = {
+    "q8_0": _pairs_q8_0,
+    "q4_k": _pairs_k,
+    "q2_k": _pairs_k,
+    "mxfp4": _pairs_fp4,
+    "hf_fp4_e2m1": _pairs_fp4,
+    "nvfp4": _pairs_fp4,
+    "rocmfp4": _pairs_fp4,
+    "rocmfp4_fast": _pairs_fp4,
+    "rocmfp6": _pairs_rocmfp6,
+    "rocmfp8": _pairs_rocmfp8,
+    "rocmfp3": _pairs_rocmfp3,
+    "rocmfp3_mix": _pairs_mix,
+    "rocmfp2_mix": _pairs_mix,
+    "rocmfp2_s40": _pairs_s40,
+    "rocmfp2_m1012": _pairs_linear2,
+    "rocmfp2_signed": _pairs_linear2,
+    "rocmfp2_affine": _pairs_affine,
+    "hf_fp8_e4m3_block128": _pairs_hf_fp8,
+}
+
+DECODABLE: frozenset[str] = frozenset(_PAIRS)
+"""Formats that kernels can decode."""
