@@ -284,31 +284,48 @@ def _read_index(path: Path, problems: list[Problem]) -> dict[str, str]:
     if text is None:
         return {}
     weights: dict[str, str] = {}
-    reader = _Object(text)
+    plain: set[str] = set()  # shard names found to be file names
     try:
-        for key in reader.keys(0):
-            if key != "weight_map":
-                reader.value(MAX_METADATA_CHARS)
-                continue
-            for name in reader.keys(reader.pos):
-                shard = reader.value(MAX_ENTRY_CHARS)
+        for name, shard in _index_items(text):
+            if not isinstance(shard, str) or shard not in plain:
                 if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-                    _add(
-                        problems, INDEX, f"tensor {name}", f"shard {shard!r}",
-                        "the name of a file in the same directory",
-                    )  # fmt: skip
-                elif name in weights:
-                    _add(problems, INDEX, f"tensor {name}", "the name twice", "each name once")
-                else:
-                    weights[name] = shard
-                if len(weights) > MAX_TENSORS or len(problems) >= MAX_KEPT:
-                    raise ValueError(f"more than {MAX_TENSORS} tensors or too many problems")
+                    expected = "the name of a file in the same directory"
+                    _add(problems, INDEX, f"tensor {name}", f"shard {shard!r}", expected)
+                    continue
+                plain.add(shard)
+            if name in weights:
+                _add(problems, INDEX, f"tensor {name}", "the name twice", "each name once")
+            weights[name] = shard
+            if len(weights) > MAX_TENSORS or len(problems) >= MAX_KEPT:
+                raise ValueError(f"more than {MAX_TENSORS} tensors or too many problems")
     except (ValueError, RecursionError) as error:
         _add(problems, INDEX, "", f"invalid JSON ({error})", "an index with a weight_map")
         return {}
     if not weights:
         _add(problems, INDEX, "weight_map", "no entries", "a file name for every tensor")
     return weights
+
+
+_USUAL_PAIR = re.compile(r',\s{0,64}"([^"\\\x00-\x1f]{1,512})": ?"([^"\\\x00-\x1f]{1,255})"')
+
+
+def _index_items(text: str) -> Iterator[tuple[str, Any]]:
+    """Tensor name and shard of every entry of the `weight_map`.
+
+    Raises:
+        ValueError: where the text is not JSON.
+    """
+    reader = _Object(text)
+    for key in reader.keys(0):
+        if key != "weight_map":
+            reader.value(MAX_METADATA_CHARS)
+            continue
+        for name in reader.keys(reader.pos):
+            yield name, reader.value(MAX_ENTRY_CHARS)
+            while match := _USUAL_PAIR.match(text, reader.pos):
+                reader.pos = match.end()
+                yield match[1], match[2]
+            reader.skip()
 
 
 def _check_index(
@@ -377,6 +394,10 @@ class _Object:
         if self.text[self.pos : self.pos + 1] != char:
             raise ValueError(f"expected {char!r} at character {self.pos}")
         self.pos = self._skip(self.pos + 1)
+
+    def skip(self) -> None:
+        """Passes over white space."""
+        self.pos = self._skip(self.pos)
 
     def _skip(self, pos: int) -> int:
         match = _SPACE.match(self.text, pos)
@@ -462,10 +483,11 @@ def _items(text: str) -> Iterator[tuple[str, Any]]:
     for name in reader.keys(0):
         yield name, reader.value(MAX_METADATA_CHARS if name == "__metadata__" else MAX_ENTRY_CHARS)
         while match := _USUAL.match(text, reader.pos):
+            reader.pos = match.end()
             name, dtype, shape, start, end = match.groups()
             dims = tuple(map(int, shape.split(",")))  # int() raises for a stray comma or space
             yield name, (dtype, dims, int(start), int(end))
-            reader.pos = match.end()
+        reader.skip()
     if text[reader.pos :].strip(" \t\n\r"):
         raise ValueError(f"text after the object at character {reader.pos}")
 

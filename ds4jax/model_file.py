@@ -374,6 +374,7 @@ def _open_gguf(path: Path, option: str, problems: list[Problem]) -> ModelFile:
 def _side_tables(file: gguf.GGUFFile, problems: list[Problem]) -> dict[str, mix.MixTable]:
     """Codebooks of types 105 and 106, from metadata or from files beside the GGUF."""
     groups = []
+    unread = False
     for key, suffix in zip(mix.METADATA_KEYS, mix.FILE_SUFFIXES, strict=True):
         data: Any = file.metadata.get(key)
         source = f"{file.path.name}: key {key}"
@@ -396,8 +397,10 @@ def _side_tables(file: gguf.GGUFFile, problems: list[Problem]) -> dict[str, mix.
                 groups.append(mix.parse(data, source))
             except ModelFileError as error:
                 problems += error.problems
-    held = {name: (t.type_id, t.shape) for name, t in file.tensors.items()}
-    problems += mix.coverage_problems(groups, held, file.path.name)
+                unread = True
+    if not unread:  # otherwise every tensor of theirs would seem to lack its codebooks
+        held = {name: (t.type_id, t.shape) for name, t in file.tensors.items()}
+        problems += mix.coverage_problems(groups, held, file.path.name)
     return {name: table for group in groups for name, table in group.items()}
 
 

@@ -333,10 +333,12 @@ class _Finder:
                 absent.append(name)
             else:
                 parts.append(part)
-        if not parts:
+        if not parts and not any(self.lost(name) for name in absent):
             return self.stacked(spec)
         for name in absent:
             self.missing(spec, name)
+        if not parts:
+            return None
         kinds = {self.storage(spec, part, spec.shape[1:]) for part in parts}
         if absent or None in kinds:
             return None
@@ -375,9 +377,14 @@ class _Finder:
     def place(self, name: str) -> str:
         return self.file.tensors[name].file
 
+    def lost(self, name: str) -> bool:
+        """Whether a tensor is in a shard that could not be opened (a problem of its own)."""
+        shard = self.file.index.get(name)
+        return shard is not None and shard not in self.opened
+
     def missing(self, spec: TensorSpec, name: str) -> None:
-        if not spec.required or self.file.index.get(name, "") not in self.opened | {""}:
-            return  # optional, or in a shard that is reported as missing itself
+        if not spec.required or self.lost(name):
+            return
         shown = name.replace(tensors.EXPERT, "*")
         shape = spec.shape if spec.num_experts is None else spec.shape[1:]
         where = self.file.path.name

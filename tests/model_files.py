@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +45,7 @@ class Tensor:
         info = gguf.TYPES.get(self.type_id)
         if info is None or not self.dims:
             return 0
-        return int(np.prod([int(d) for d in self.dims], dtype=object)) // info.block * info.nbytes
+        return math.prod(int(d) for d in self.dims) // info.block * info.nbytes
 
 
 def text(value: str | bytes) -> bytes:
@@ -333,7 +334,7 @@ def safetensors_head(entries: Mapping[str, Entry]) -> tuple[bytes, int]:
     at = 0
     header: dict[str, Any] = {}
     for name, (dtype, shape) in entries.items():
-        size = int(np.prod(shape, dtype=object)) * SIZES[dtype]
+        size = math.prod(shape) * SIZES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     raw = json.dumps(header).encode()
