@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -941,7 +942,7 @@ def test_step_records_and_counters_add_up() -> None:
 def test_the_turn_itself_is_cheap() -> None:
     """Host time per step outside the executor stays far below a millisecond at six lanes."""
     executor = FakeExecutor()
-    scheduler = Scheduler(executor, SchedulerConfig(coalesce=0.0))
+    scheduler = Scheduler(executor, SchedulerConfig(coalesce=0.0), clock=time.thread_time)
     for n in range(6):
         request = Request(id=str(n), lanes=(spec(5, 300, seed=n),), stream=Stream(10**6, 10**9))
         scheduler.submit(request)
