@@ -385,7 +385,7 @@ def test_help_and_version(run: Any) -> None:
     assert run("--version").out == f"ds4jax {ds4jax.__version__}\n"
     for command in commands.COMMANDS:
         result = run(command, "--help")
-        assert result.status == 0 and "[DS4JAX_JSON]" in result.out
+        assert result.status == 0 and "[DS4JAX_QUIET]" in result.out
     assert "(default: 4096)" in " ".join(run("inspect", "--help").out.split())
 
 

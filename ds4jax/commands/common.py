@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 if TYPE_CHECKING:
     from ds4jax.tokenizer import Tokenizer
@@ -90,10 +90,11 @@ def model_of(args: argparse.Namespace) -> str:
     return str(args.model)
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """--json, -q, -v."""
+def add_output(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
+    """--json (if there is such a form), -q, -v."""
     group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON value on stdout")
+    if json:
+        group.add_argument("--json", action="store_true", help="one JSON value on stdout")
     group.add_argument("-q", "--quiet", action="store_true", help="no notes on stderr")
     group.add_argument(
         "-v", "--verbose", action="count", default=0, help="more on stderr; tracebacks of failures"
@@ -132,27 +133,33 @@ def add_capacity(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_context(parser: argparse.ArgumentParser, default: str) -> None:
+    """--ctx of a command that runs one sequence at a time; `default` is told in the help."""
+    parser.add_argument(
+        "-c", "--ctx", type=integer(1, 1 << 22, "tokens"), metavar="TOKENS",
+        help=f"longest sequence, prompt and output together; {default}",
+    )  # fmt: skip
+
+
 def add_runtime(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that computes with a model."""
     group = parser.add_argument_group("device and numerics")
     group.add_argument("--device", choices=("auto", "rocm", "cpu", "cuda"), default="auto",
                        help="kind of device; auto: a GPU if there is one")  # fmt: skip
-    group.add_argument("--devices", metavar="0,1", help="numbers of the devices to use; all")
-    group.add_argument("--mesh", type=integer(1, 1024), metavar="N",
-                       help="devices that share the experts; all that are used")  # fmt: skip
     group.add_argument("--dtype", choices=("float32", "bfloat16"),
                        help="compute type; float32 on a CPU, else bfloat16")  # fmt: skip
     group.add_argument("--numerics", choices=("plain", "kv-fp8", "official"), default="plain",
                        help="rounding of cached activations")  # fmt: skip
     add_chat_profile(parser, ("v4-0731", "v4-preview"))
     add_rocmfp2(parser)
-    group.add_argument("--cpu-weights", choices=("packed", "decoded"), default="packed",
-                       help="weights on a CPU: as stored, or decoded once")  # fmt: skip
-    group.add_argument("--compile-cache", type=Path, metavar="DIR",
-                       help="keep compiled programs here for the next start")  # fmt: skip
-    group.add_argument("--weights-mmap", action="store_true",
-                       help="read weights through a memory map where possible")  # fmt: skip
-    group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log")
+    group.add_argument("--cpu-weights", choices=("auto", "packed", "decoded"), default="auto",
+                       help="weights on a CPU: as stored, or decoded once (more memory, faster);"
+                       " auto: decoded if that takes at most half of the free memory")  # fmt: skip
+    cache = group.add_mutually_exclusive_group()
+    cache.add_argument("--compile-cache", type=Path, metavar="DIR",
+                       help="compiled programs for the next start; ~/.cache/ds4jax")  # fmt: skip
+    cache.add_argument("--no-compile-cache", action="store_true",
+                       help="compile everything at every start")  # fmt: skip
     group.add_argument("--no-progress", action="store_true", help="no progress on stderr")
 
 
@@ -174,10 +181,24 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
                        help="per occurrence in the output; 0")  # fmt: skip
     group.add_argument("--presence-penalty", type=number(-2, 2), metavar="F",
                        help="for tokens of the output; 0")  # fmt: skip
+    group.add_argument("--penalty-window", type=integer(1, (1 << 31) - 1), metavar="N",
+                       help="tokens that the penalties look back; all")  # fmt: skip
+    group.add_argument("--logit-bias", action="append", type=_bias, metavar="ID=BIAS",
+                       help="added to a token's logit, -100 bans it; may be repeated")  # fmt: skip
     group.add_argument("--seed", type=integer(0, (1 << 64) - 1), metavar="S",
                        help="of the random draws, 0 included; random")  # fmt: skip
     group.add_argument("--stop", action="append", metavar="TEXT",
                        help="end the answer before this text; may be repeated")  # fmt: skip
+    group.add_argument("--stop-id", action="append", type=integer(0, (1 << 31) - 1), metavar="ID",
+                       help="end the answer at this token; may be repeated")  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true",
+                       help="go on after the end of the turn")  # fmt: skip
+    group.add_argument("--min-tokens", type=integer(0, (1 << 31) - 1), default=0, metavar="N",
+                       help="shortest output: nothing that ends it is drawn before")  # fmt: skip
+    group.add_argument("--max-reasoning", type=integer(0, (1 << 31) - 1), metavar="N",
+                       help="longest reasoning, then it is closed; no limit")  # fmt: skip
+    group.add_argument("--time-limit", type=number(0, 1e9, open_low=True), metavar="SECONDS",
+                       help="end the answer after this time; no limit")  # fmt: skip
     think = group.add_mutually_exclusive_group()
     think.add_argument("--think", dest="effort", action="store_const", const="high",
                        help="think before answering (the default)")  # fmt: skip
@@ -185,6 +206,14 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
                        help="think with the highest effort")  # fmt: skip
     think.add_argument("--nothink", dest="effort", action="store_const", const="none",
                        help="answer at once")  # fmt: skip
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """A flag type: ID=BIAS."""
+    token, equals, bias = text.partition("=")
+    if not equals or not token.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be ID=BIAS, like 1312=-100")
+    return int(token), number(-100, 100)(bias)
 
 
 # -- input -----------------------------------------------------------------------------------------
@@ -320,9 +349,14 @@ def _scaled(count: int, units: tuple[str, ...]) -> str:
     return f"{count / 1000**steps:.3g}{units[steps - 1]}"
 
 
-def stdin_is_terminal() -> bool:
-    """Whether a person would have to type the input."""
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person reads (or types) at the other end."""
     try:
-        return os.isatty(sys.stdin.fileno())
+        return os.isatty(stream.fileno())
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def stdin_is_terminal() -> bool:
+    """Whether a person would have to type the input."""
+    return is_terminal(sys.stdin)
