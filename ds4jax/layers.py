@@ -321,7 +321,14 @@ def _attention(
     return y, cache
 
 
-def shared_expert(ctx: Context, x: Array, w: Weights, limit: float) -> Array:
+def _limit(limits: tuple[float, ...], layer: int | Array) -> Any:
+    """SwiGLU limit of a layer: a float where it is known or common to all."""
+    if isinstance(layer, int):
+        return limits[layer]
+    return limits[0] if len(set(limits)) == 1 else jnp.asarray(limits, F32)[layer]
+
+
+def shared_expert(ctx: Context, x: Array, w: Weights, limit: Any) -> Array:
     """The expert that every row takes: clamped SwiGLU without a routing weight; float32 [T, M]."""
     g = _linear(ctx, x, w["ffn.shared_experts.w1"], F32)
     u = _linear(ctx, x, w["ffn.shared_experts.w3"], F32)
@@ -347,9 +354,9 @@ def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: C
     if ctx.sequence_len:
         y = linear.all_experts(
             x, ids, weights, w["ffn.experts.w1"], w["ffn.experts.w3"], w["ffn.experts.w2"],
-            limit=cfg.swiglu_limits[info.layer],
+            limit=_limit(cfg.swiglu_limits, info.layer),
         )  # fmt: skip
-        y = y + shared_expert(ctx, x, w, cfg.shared_swiglu_limits[info.layer])
+        y = y + shared_expert(ctx, x, w, _limit(cfg.shared_swiglu_limits, info.layer))
         return y.astype(ctx.dtype)
     y = linear.routed_experts(
         x,
@@ -359,10 +366,10 @@ def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: C
         w["ffn.experts.w3"],
         w["ffn.experts.w2"],
         first_expert=ctx.first_expert,
-        limit=cfg.swiglu_limits[info.layer],
+        limit=_limit(cfg.swiglu_limits, info.layer),
         backend=ctx.run.backend,
     )
-    y = y + shared_expert(ctx, x, w, cfg.shared_swiglu_limits[info.layer])
+    y = y + shared_expert(ctx, x, w, _limit(cfg.shared_swiglu_limits, info.layer))
     return y.astype(ctx.dtype)
 
 

@@ -7,7 +7,7 @@ the whole batch to `pallas_kernels`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,25 @@ from pallas_kernels import dense, experts, norm, packing
 F32 = jnp.float32
 
 
+class Stacked(NamedTuple):
+    """One layer's weight inside a stack of layers: kernels take the whole stack and the number."""
+
+    stack: Any  # Array or QuantArray [L, ...]
+    layer: Array  # int32 scalar
+
+
+def _whole(w: Any) -> tuple[Any, Array | None]:
+    return (w.stack, w.layer) if isinstance(w, Stacked) else (w, None)
+
+
+def _entry(w: Any) -> Any:
+    """The weight itself; of a stack this copies one layer (reference backend only)."""
+    return jax.tree.map(lambda a: a[w.layer], w.stack) if isinstance(w, Stacked) else w
+
+
 def decoded(w: Any, dtype: Any) -> Array:
     """A weight as a plain array of `dtype`; packed ones are unpacked."""
+    w = _entry(w)
     if isinstance(w, Array):
         return w
     return packing.unpack(w, dtype=dtype)
@@ -37,13 +54,14 @@ def matmul(x_TK: Array, w_NK: Any, *, backend: Backend, out_dtype: Any) -> Array
     """y = x @ w^T, accumulated in float32.
 
     Args:
-        x_TK: float32 or bfloat16. w_NK: Array or QuantArray [N, K].
+        x_TK: float32 or bfloat16. w_NK: Array, QuantArray [N, K], or Stacked.
         backend: resolved backend. out_dtype: dtype of the result.
 
     Returns: y_TN in `out_dtype`.
     """
     if backend != "reference" and not isinstance(w_NK, Array):
-        return dense.dense(x_TK, w_NK, backend=backend, out_dtype=out_dtype)
+        w, layer = _whole(w_NK)
+        return dense.dense(x_TK, w, layer=layer, backend=backend, out_dtype=out_dtype)
     w = decoded(w_NK, x_TK.dtype)
     y = lax.dot_general(
         x_TK,
@@ -94,10 +112,12 @@ def routed_experts(
     Source: architecture of DeepSeek-V4, mixture of experts.
     """
     if backend != "reference":
+        (w1, layer), (w3, _), (w2, _) = _whole(w1_EFM), _whole(w3_EFM), _whole(w2_EMF)
         return experts.experts(
-            x_TM, ids_TK, weights_TK, w1_EFM, w3_EFM, w2_EMF,
-            first_expert=first_expert, limit=limit, backend=backend,
+            x_TM, ids_TK, weights_TK, w1, w3, w2,
+            layer=layer, first_expert=first_expert, limit=limit, backend=backend,
         )  # fmt: skip
+    w1_EFM, w3_EFM, w2_EMF = _entry(w1_EFM), _entry(w3_EFM), _entry(w2_EMF)
     owned = jax.tree.leaves(w1_EFM)[0].shape[0]
 
     def one(x_1M: Array, expert: Array, weight: Array) -> Array:

@@ -22,7 +22,7 @@ from ds4jax import params as params_lib
 from ds4jax.cache import Cache
 from ds4jax.config import ModelConfig, RuntimeConfig
 from ds4jax.layers import Context, Rows
-from ds4jax.params import Params
+from ds4jax.params import Group, LayerInfo, Params, Weights
 from pallas_kernels import hyper, norm, rope
 
 FROM_HISTORY = -1
@@ -180,12 +180,15 @@ def forward(
     cache, rows = _apply_plan(params, cache, plan, rows_alone)
     x = _embed(ctx, params, rows.token)
     captured: dict[str, Array] = {}
-    for info, weights in params.layers():
+
+    def one_layer(info: LayerInfo, weights: Weights, x: Array, cache: Cache) -> Any:
         fn = _layer_fn(ctx, info, weights)
         if rows_alone:
-            x, cache, got = _row_loop(fn, x, cache, rows, plan.num_rows)
-        else:
-            x, cache, got = fn(x, cache, rows)
+            return _row_loop(fn, x, cache, rows, plan.num_rows)
+        return fn(x, cache, rows)
+
+    for group, units in zip(params.layout, params.groups, strict=True):
+        x, cache, got = _run_group(ctx, group, units, one_layer, x, cache)
         captured |= got
     logits = _emit_logits(ctx, params, x, plan, rows_alone)
     live = jnp.arange(plan.emit.shape[0], dtype=jnp.int32) < plan.num_emit
@@ -243,6 +246,54 @@ def sequences(
         captured |= got
     logits = _final(ctx, params, x)[1]
     return logits.reshape(lanes, length, -1), captured
+
+
+def _run_group(
+    ctx: Context,
+    group: Group,
+    units: tuple[Weights, ...],
+    one_layer: Callable[[LayerInfo, Weights, Array, Cache], Any],
+    x: Array,
+    cache: Cache,
+) -> tuple[Array, Cache, dict[str, Array]]:
+    """All layers of a group: a scan over its repetitions, or one after the other if there is one.
+
+    Groups with a captured layer are unrolled, since each capture has a name of its own.
+    """
+
+    def unit(x: Array, cache: Cache, r: int | Array) -> tuple[Array, Cache, dict[str, Array]]:
+        captured: dict[str, Array] = {}
+        for u, info in enumerate(group.unit):
+            info = params_lib.repeat_info(group, info, r)
+            x, cache, got = one_layer(info, _entry(units[u], r, group.count), x, cache)
+            captured |= got
+        return x, cache, captured
+
+    last = group.first + group.count * len(group.unit)
+    names = tuple(f"L{i}." for i in range(group.first, last))
+    if group.count > 1 and not any(name.startswith(names) for name in ctx.capture):
+
+        def body(carry: tuple[Array, Cache], r: Array) -> tuple[tuple[Array, Cache], None]:
+            return unit(*carry, r)[:2], None
+
+        (x, cache), _ = lax.scan(body, (x, cache), jnp.arange(group.count, dtype=jnp.int32))
+        return x, cache, {}
+    captured: dict[str, Array] = {}
+    for r in range(group.count):
+        x, cache, got = unit(x, cache, r)
+        captured |= got
+    return x, cache, captured
+
+
+def _entry(stack: Weights, index: int | Array, count: int) -> Weights:
+    """One layer's weights; matrices of a real stack stay in it (kernels take stack and number)."""
+    if count == 1:
+        return params_lib.layer_weights(stack, 0)
+    number = jnp.asarray(index, jnp.int32)
+    return {
+        k: linear.Stacked(v, number) if k in params_lib.MATRIX_KEYS else v[index]
+        for k, v in stack.items()
+    }
 
 
 def _layer_fn(ctx: Context, info: Any, weights: Mapping[str, Any]) -> LayerFn:

@@ -25,13 +25,25 @@ Weights = dict[str, Any]
 """One layer (or one stack of layers): key -> Array or QuantArray."""
 
 
+MATRIX_KEYS = frozenset(
+    (
+        "embed", "head", "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b",
+        "attn.compressor.wkv", "attn.compressor.wgate", "attn.indexer.wq_b",
+        "attn.indexer.weights_proj", "attn.indexer.compressor.wkv",
+        "attn.indexer.compressor.wgate", "ffn.experts.w1", "ffn.experts.w2", "ffn.experts.w3",
+        "ffn.shared_experts.w1", "ffn.shared_experts.w2", "ffn.shared_experts.w3",
+    )
+)  # fmt: skip
+"""Keys whose weights the model multiplies by through `linear`: only these may stay packed."""
+
+
 @dataclass(frozen=True)
 class LayerInfo:
-    """Static facts about one layer."""
+    """Facts about one layer. Inside a scan `layer` and `ratio_index` are int32 scalars."""
 
-    layer: int
+    layer: Any  # int, or Array inside a scan
     ratio: int
-    ratio_index: int  # which of the layers of this ratio; row of the caches that belong to it
+    ratio_index: Any  # which of the layers of this ratio; row of the caches that belong to it
     is_hash: bool
 
 
@@ -126,7 +138,7 @@ class Params:
                     yield repeat_info(group, info, r), layer_weights(units[u], r)
 
 
-def repeat_info(group: Group, info: LayerInfo, repetition: int) -> LayerInfo:
+def repeat_info(group: Group, info: LayerInfo, repetition: int | Array) -> LayerInfo:
     """Facts about repetition number `repetition` of one layer of a group's unit."""
     per_unit = sum(1 for x in group.unit if x.ratio == info.ratio)
     return LayerInfo(

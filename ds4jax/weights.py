@@ -33,17 +33,6 @@ from pallas_kernels import formats as device_formats
 from pallas_kernels import packing
 from pallas_kernels.packing import QuantArray
 
-MATRIX_KEYS = frozenset(
-    (
-        "embed", "head", "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b",
-        "attn.compressor.wkv", "attn.compressor.wgate", "attn.indexer.wq_b",
-        "attn.indexer.weights_proj", "attn.indexer.compressor.wkv",
-        "attn.indexer.compressor.wgate", "ffn.experts.w1", "ffn.experts.w2", "ffn.experts.w3",
-        "ffn.shared_experts.w1", "ffn.shared_experts.w2", "ffn.shared_experts.w3",
-    )
-)  # fmt: skip
-"""Keys whose weights the model multiplies by through `linear`: only these may stay packed."""
-
 PIECE_BYTES = 32 << 20
 """Packed bytes of one piece."""
 
@@ -126,7 +115,7 @@ def form_of(held: StoredTensor, runtime: RuntimeConfig, packed: bool) -> Form:
         return Form(None, "int32")
     known = device_formats.FORMATS.get(held.format) if held.native else None
     fits = known is not None and spec.shape[-1] % known.source_block == 0
-    if packed and fits and spec.key in MATRIX_KEYS:
+    if packed and fits and spec.key in params.MATRIX_KEYS:
         return Form(held.format, dtype)
     return Form(None, dtype)
 
@@ -197,10 +186,12 @@ class Builder:
         self.buffers: dict[tuple[int, int, str], Leaf] = {}
         self.top: dict[str, Leaf] = {}
 
-    def put(self, spec: TensorSpec, values: npt.NDArray[Any], first: int) -> None:
-        """Writes plain values into entries first.. of the tensor's first axis."""
+    def put(self, spec: TensorSpec, values: Any, first: int) -> None:
+        """Writes plain values (NumPy or JAX) into entries first.. of the tensor's first axis."""
         form = self.forms[spec.name]
-        self._update(spec, values.astype(_np_dtype(form.dtype), copy=False), None, first)
+        if isinstance(values, np.ndarray):
+            values = values.astype(_np_dtype(form.dtype), copy=False)
+        self._update(spec, values, None, first)
 
     def put_packed(self, spec: TensorSpec, piece: Packed, first: int) -> None:
         """Writes packed bytes into entries first.. of the tensor's first axis."""
@@ -209,16 +200,16 @@ class Builder:
             side["factor"] = np.broadcast_to(piece.factor, piece.data.shape[:-2])
         self._update(spec, piece.data, side, first)
 
-    def _update(
-        self,
-        spec: TensorSpec,
-        data: npt.NDArray[Any],
-        side: dict[str, npt.NDArray[Any]] | None,
-        first: int,
-    ) -> None:
+    def put_bytes(self, spec: TensorSpec, data: Any, side: dict[str, Any], first: int) -> None:
+        """As `put_packed`, for bytes (NumPy or JAX) that come from no file."""
+        self._update(spec, data, side, first)
+
+    def _update(self, spec: TensorSpec, data: Any, side: dict[str, Any] | None, first: int) -> None:
         if self.on_host:
-            format = self.forms[spec.name].format
-            part = data if side is None else packing.pack(str(format), data, **side)
+            part: Leaf = np.asarray(data)
+            if side is not None:
+                arrays = {k: np.asarray(v) for k, v in side.items()}
+                part = packing.pack(str(self.forms[spec.name].format), part, **arrays)
             self._write(spec, lambda buffer, entry: _host_write(buffer, part, entry, first))
             return
         given = {k: jnp.asarray(v) for k, v in (side or {}).items()}
