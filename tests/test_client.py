@@ -230,3 +230,34 @@ def test_async(server: Running) -> None:
 
     asyncio.run(main())
     until(lambda: server.scheduler.active == 0)
+
+
+def test_a_remote_generation_reads_like_a_local_one(server: Running) -> None:
+    from ds4jax import parser
+    from ds4jax.client import Connection
+    from ds4jax.remote import RemoteModel
+    from ds4jax.request import ServiceError
+
+    model = RemoteModel(Connection(address=server.address, timeout=20))
+    options = Options(
+        messages=user("go"), tools=[TOOL], sampling=scripted(30, f"hm</think>{CALL}")
+    )  # fmt: skip
+    generation = model.generate(options)
+    outputs = list(generation)
+    events = [e for o in outputs for e in o.events]
+    assert isinstance(events[0], parser.Reasoning) and isinstance(events[-1], parser.CallEnd)
+    result = generation.results[0]
+    assert result.parsed is not None and result.parsed.content == "Well."
+    assert result.parsed.reasoning == "hm" and result.finish_reason == "tool_calls"
+    assert json.loads(result.parsed.tool_calls[0].arguments) == {"cmd": "ls -l", "n": 3}
+    assert list(result.ids[:-1]) == ids(f"hm</think>{CALL}")
+    assert generation.seed == 30 and generation.prompt_tokens > 3
+    assert generation.timings.total >= generation.timings.prefill > 0
+    endless = model.generate(Options(prompt="x", stopping=StoppingCriteria(ignore_eos=True)))
+    with pytest.raises(ServiceError) as caught:
+        for n, _ in enumerate(endless):
+            if n == 3:
+                endless.cancel()
+    assert caught.value.code == "CANCELLED" and len(endless.partial().ids) >= 3
+    until(lambda: server.scheduler.active == 0)
+    model.close()

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,15 +302,24 @@ def _is_alive(path: str) -> bool:
 def run(config: ServerConfig, loader: Loader, *, lanes: int, announce: Any = None) -> int:
     """Serve until told to stop; the exit code. `announce(server)` is called once it is bound."""
 
+    engines: list[Engine] = []
+
     async def main() -> int:
         server = Server(config, loader, lanes=lanes)
+        engines.append(server.engine)
         await server.start()
         server.install_signals()
         if announce is not None:
             announce(server)
         return await server.wait()
 
-    return asyncio.run(main())
+    code = asyncio.run(main())
+    if engines and not engines[0].ended.is_set():
+        # It is still loading or compiling and cannot be interrupted: leave without it.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 __all__ = ["Server", "channel_options", "run"]
