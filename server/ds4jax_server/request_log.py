@@ -32,7 +32,7 @@ class RequestLog:
             "output_tokens": tokens,
             "finish": ",".join(o.result.finish_reason for o in outputs if o.result),
             "queue_s": round(run.started.queue_s, 4) if run.started is not None else None,
-            "ttft_s": round(min(firsts) - run.request.arrival, 4) if firsts else None,
+            "ttft_s": round(min(firsts) - run.began, 4) if firsts else None,
             "tok_s": _rate(tokens, firsts, outputs),
             "total_s": round(now - run.began, 4),
         }

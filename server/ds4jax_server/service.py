@@ -497,7 +497,7 @@ class _Run:
 
     def _timings(self, output: CandidateOutput, at: float) -> Any:
         assert self.started is not None and self.request is not None
-        arrival, first = self.request.arrival, output.answer.first_token_at
+        arrival, first = self.began, output.answer.first_token_at
         timings = pb.Timings(queue=duration(self.started.queue_s), total=duration(at - arrival))
         if first is not None:
             timings.prefill.CopyFrom(duration(first - self.started.at))
@@ -556,7 +556,7 @@ class _Run:
         assert self.request is not None and self.started is not None
         first, last = output.answer.first_token_at, output.answer.last_token_at
         if first is not None and last is not None:
-            metrics.ttft.observe(first - self.request.arrival)
+            metrics.ttft.observe(first - self.began)
             metrics.prefill.observe(first - self.started.at)
             if output.tokens > 1:
                 metrics.tpot.observe((last - first) / (output.tokens - 1))
