@@ -8,5 +8,9 @@ program calls every `add`.
 
 from __future__ import annotations
 
-COMMANDS: tuple[str, ...] = ("inspect", "tokenize", "detokenize", "parse", "download", "doctor")
+COMMANDS: tuple[str, ...] = (
+    "generate", "chat", "serve", "top", "score", "logits",
+    "inspect", "tokenize", "detokenize", "parse",
+    "convert", "download", "doctor",
+)  # fmt: skip
 """Modules of this package that are commands, in the order of the help text."""
