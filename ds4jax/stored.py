@@ -519,11 +519,18 @@ def extra_tensors(
 
 def chunks(stored: StoredTensor, max_bytes: int = CHUNK_BYTES) -> Iterator[slice]:
     """Slices of the first axis that take at most about `max_bytes` packed bytes each."""
-    shape = stored.spec.shape
+    return slices(stored.spec.shape, stored.nbytes, max_bytes)
+
+
+def slices(shape: tuple[int, ...], nbytes: int, max_bytes: int) -> Iterator[slice]:
+    """Cuts the first axis of an array of `nbytes` into pieces of at most about `max_bytes`.
+
+    Matrices are cut at multiples of 128 rows, so that tiles of scales stay whole; vectors are not.
+    """
     if len(shape) < 2:
         yield slice(0, shape[0])
         return
-    step = max(1, max_bytes * shape[0] // max(stored.nbytes, 1))
+    step = max(1, max_bytes * shape[0] // max(nbytes, 1))
     if len(shape) == 2:
         step = max(128, step // 128 * 128)
     for first in range(0, shape[0], step):

@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from ds4jax import model_file, params, stored
+from ds4jax import model_file, params, stored, tensors
 from ds4jax.config import CpuWeights, ModelConfig, RuntimeConfig
 from ds4jax.errors import ModelFileError, Problem
-from ds4jax.model_file import ModelFile
+from ds4jax.model_file import Draft, ModelFile
 from ds4jax.params import Params
 from ds4jax.stored import Packed, StoredTensor
 from ds4jax.tensors import TensorSpec
@@ -92,19 +91,69 @@ def load(
     packed = cpu_weights == "packed" or runtime.backend != "reference"
     forms = {s.name: form_of(source.tensors[s.name], runtime, packed) for s in source.specs()}
     builder = Builder(cfg, runtime, source.specs(), forms, scan)
-    problems: list[Problem] = []
-    done = 0
-    for spec in source.specs():
-        held = source.tensors[spec.name]
-        if progress is not None:
-            progress(done, spec.name)
-        _load_tensor(source, held, forms[spec.name], builder, problems, check_values)
-        done += held.nbytes
+    held = [source.tensors[spec.name] for spec in source.specs()]
+    problems = _load_all(
+        source.reader, held, forms, builder, cfg.num_experts, check_values, progress
+    )
     if problems:
         raise ModelFileError(str(source.path), problems)
-    if progress is not None:
-        progress(done, "")
     return cfg, builder.finish()
+
+
+def load_draft(
+    draft: Draft,
+    target: ModelConfig,
+    runtime: RuntimeConfig,
+    *,
+    cpu_weights: CpuWeights = "packed",
+    progress: Progress | None = None,
+    check_values: bool = True,
+) -> tuple[params.Weights, ...]:
+    """Loads a DSpark drafter: one dictionary of weights per stage, without a stack axis.
+
+    Keys are those of a layer of ratio 0; the first stage has `main_proj` and `main_norm` besides,
+    the last `norm`, `hc_head_*`, `markov_head.*` and, if the file has one, `confidence_head.proj`.
+
+    Args: as of `load`; `target` is the model it drafts for.
+
+    Raises:
+        ModelFileError: if anything is wrong with the drafter, values included.
+    """
+    config = draft.require("drafter")
+    num_experts = config.num_experts or target.num_experts
+    stages = tensors.stage_config(target, config.num_stages)
+    held = list(draft.tensors.values())
+    packed = cpu_weights == "packed" or runtime.backend != "reference"
+    forms = {t.spec.name: form_of(t, runtime, packed) for t in held}
+    builder = Builder(stages, runtime, [t.spec for t in held], forms, scan=False)
+    problems = _load_all(draft.reader, held, forms, builder, num_experts, check_values, progress)
+    if problems:
+        raise ModelFileError("drafter", problems)
+    tree = builder.finish()
+    return tuple(params.layer_weights(units[0], 0) for units in tree.groups)
+
+
+def _load_all(
+    reader: stored.Container,
+    held: list[StoredTensor],
+    forms: Mapping[str, Form],
+    builder: Builder,
+    num_experts: int,
+    check_values: bool,
+    progress: Progress | None,
+) -> list[Problem]:
+    """Loads tensors one after the other; returns the invalid values found."""
+    problems: list[Problem] = []
+    done = 0
+    for one in held:
+        if progress is not None:
+            progress(done, one.spec.name)
+        checked = num_experts if check_values else None
+        _load_tensor(reader, one, forms[one.spec.name], builder, checked, problems)
+        done += one.nbytes
+    if progress is not None and not problems:
+        progress(done, "")
+    return problems
 
 
 def form_of(held: StoredTensor, runtime: RuntimeConfig, packed: bool) -> Form:
@@ -113,6 +162,8 @@ def form_of(held: StoredTensor, runtime: RuntimeConfig, packed: bool) -> Form:
     dtype = np.dtype(params.weight_dtype(spec.key, jnp.dtype(runtime.dtype))).name
     if spec.kind == "table":
         return Form(None, "int32")
+    if spec.kind == "norm" or spec.key.startswith("confidence_head"):
+        return Form(None, "float32")
     known = device_formats.FORMATS.get(held.format) if held.native else None
     fits = known is not None and spec.shape[-1] % known.source_block == 0
     if packed and fits and spec.key in params.MATRIX_KEYS:
@@ -121,22 +172,22 @@ def form_of(held: StoredTensor, runtime: RuntimeConfig, packed: bool) -> Form:
 
 
 def _load_tensor(
-    source: ModelFile,
+    reader: stored.Container,
     held: StoredTensor,
     form: Form,
     builder: Builder,
+    num_experts: int | None,
     problems: list[Problem],
-    check_values: bool,
 ) -> None:
-    """Checks one tensor and brings it onto the device, piece by piece.
+    """Checks one tensor (with `num_experts` given) and brings it onto the device, piece by piece.
 
     Once anything is wrong nothing more is placed: only the complete list of findings is wanted.
     """
-    spec, cfg = held.spec, source.model_config
+    spec = held.spec
     if spec.kind == "table":
-        ids = source.read_table(spec)
-        if check_values:
-            problems += stored.table_problems(held, ids, cfg.num_experts)
+        ids = reader.read_table(held)
+        if num_experts is not None:
+            problems += stored.table_problems(held, ids, num_experts)
         if not problems:
             builder.put(spec, ids, 0)
         return
@@ -144,8 +195,8 @@ def _load_tensor(
     if form.format is None:  # decoded pieces are larger than packed ones
         limit = max(1, PIECE_BYTES * held.nbytes // (4 * math.prod(spec.shape)))
     for rows in stored.chunks(held, limit):
-        piece = source.read(spec, rows)
-        if check_values:
+        piece = reader.read(held, rows)
+        if num_experts is not None:
             problems += stored.piece_problems(held, piece, rows)
         if problems:
             continue
@@ -268,7 +319,7 @@ def abstract_leaf(spec: TensorSpec, form: str, count: int) -> Leaf:
     if form in device_formats.FORMATS:
         *lead, rows, cols = spec.shape
         return packing.abstract(form, (count, *lead), rows, cols)
-    return jax.ShapeDtypeStruct((count, *spec.shape), _np_dtype(form))  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct((count, *spec.shape), _np_dtype(form))
 
 
 def _layout(
@@ -322,17 +373,14 @@ def _host_write(buffer: Leaf, part: Leaf, entry: int, first: int) -> Leaf:
         buffer[entry, first : first + part.shape[0]] = part
         return buffer
     for name, value in _fields(part):
-        target = getattr(buffer, name)[entry]
         axis = _ROW_AXIS.get(name)
+        place: list[Any] = [slice(None)] * value.ndim
         if part.lead:
-            target[first : first + part.lead[0]] = value
-        elif axis is None:
-            target[...] = value
-        else:
+            place[0] = slice(first, first + part.lead[0])
+        elif axis is not None:
             start = _row_start(name, part, first)
-            place: list[Any] = [slice(None)] * value.ndim
             place[axis] = slice(start, start + value.shape[axis])
-            target[tuple(place)] = value
+        getattr(buffer, name)[(entry, *place)] = value
     return buffer
 
 

@@ -41,6 +41,10 @@ class Tensor:
     num_dims: int | None = None
 
     @property
+    def block_bytes(self) -> int:
+        return gguf.TYPES[self.type_id].nbytes
+
+    @property
     def nbytes(self) -> int:
         info = gguf.TYPES.get(self.type_id)
         if info is None or not self.dims:
