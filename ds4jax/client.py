@@ -667,11 +667,12 @@ class Client:
         request = _count_request(_options(options, fields))
         return int(self._unary(self._generation.CountTokens, request).prompt_tokens)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of a text, begin-of-sentence first."""
+    def tokenize(self, text: str, *, markers: bool = False) -> list[int]:
+        """Ids of a text, begin-of-sentence first; `markers`: spelled markers are markers."""
         from ds4jax_server.pb import generation_pb2 as pb
 
-        return list(self._unary(self._generation.Tokenize, pb.TokenizeRequest(text=text)).ids)
+        request = pb.TokenizeRequest(text=text, parse_markers=markers)
+        return list(self._unary(self._generation.Tokenize, request).ids)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Text of ids."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from ds4jax.client import Client
 from ds4jax.commands import common, running, serve, top
 from ds4jax.config import RuntimeConfig, StoppingCriteria
 from tests.serve_tools import fake, serving, until
+from tests.text_tools import toy_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -209,6 +211,84 @@ def test_top_while_loading_and_with_speculation() -> None:
     status.counters.spec_steps = 18
     status.counters.drafts_verified, status.counters.drafts_accepted = 126, 29
     assert "accepted 23.0%   2.61 tokens per step" in top.render(status, None)
+
+
+# ---- --server of generate and chat -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    executor = fake(max_ctx=2048, script=lambda lane: SCRIPTS.get(int(lane.sampling.seed or 0)))
+    with serving(executor) as s:
+        yield s.address
+
+
+SCRIPTS = {
+    5: toy_tokenizer().encode("hm</think>yes", markers=True),
+    6: toy_tokenizer().encode("plain", markers=False),
+}
+
+
+def test_generate_from_a_server(
+    served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = ["--server", served]
+    assert cli.main(["generate", *at, "-p", "hi", "--seed", "5"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "yes\n" and "hm" in shown.err and "[stop]" in shown.err
+    assert cli.main(["generate", *at, "-p", "hi", "--seed", "5", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert (out["text"], out["reasoning"], out["seed"]) == ("yes", "hm", 5)
+    assert out["finish_reason"] == "stop" and out["settings"]["server"] == served
+    assert out["usage"]["output_tokens"] == len(SCRIPTS[5]) + 1
+    chat = tmp_path / "chat.json"
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    ids = tmp_path / "ids.json"
+    ids.write_text("[1, 2, 3]")
+    for more in (
+        ["--raw", "-p", "x"], ["--raw", "--markers", "-p", "x<think>"], ["--chat", str(chat)],
+        ["--ids", str(ids)], ["-p", "x", "-sys", "be brief", "--nothink"],
+    ):  # fmt: skip
+        assert cli.main(["generate", *at, *more, "--seed", "6", "--json"]) == 0
+        out = json.loads(capsys.readouterr().out)
+        assert "plain" in (out["text"] + out["reasoning"])
+    assert (
+        cli.main(["generate", *at, "-p", "x", "--seed", "6", "--logprobs", "2", "--nothink"]) == 0
+    )
+    assert len(capsys.readouterr().out.splitlines()) == len(SCRIPTS[6]) + 1
+    assert cli.main(["generate", *at, "-p", "x", "--candidates", "2", "-n", "3", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["candidates"]) == 2
+
+
+def test_errors_of_a_server_are_one_line(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in (
+        (["--server", served, "-p", "x" * 9000], "over the context"),
+        (["--server", served, "-p", "x", "--candidates", "7"], "candidate_count"),
+        (["--server", "127.0.0.1:1", "-p", "x"], "UNAVAILABLE"),
+    ):
+        assert cli.main(["generate", *arguments]) == 1
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and says in err
+    assert cli.main(["generate", "--server", served, "--markers", "-p", "x"]) == 2
+
+
+def test_chat_with_a_server(
+    served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    saved = tmp_path / "talk.json"
+    lines = f"first\n/nothink\n/ctx\n/ctx 99\n/save {saved}\n/new\n/quit\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert cli.main(["chat", "--server", served, "--seed", "5"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[0] == "yes"
+    assert "cannot change" in shown.err and "thinking: none" in shown.err
+    assert "of 2048 tokens used" in shown.err
+    talk = json.loads(saved.read_text())["messages"]
+    assert [m["content"] for m in talk] == ["first", "yes"]
+    assert talk[1]["reasoning_content"] == "hm"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert cli.main(["chat", "--server", "127.0.0.1:1"]) == 1
 
 
 # ---- the process itself ------------------------------------------------------------------------

@@ -46,6 +46,7 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
     common.add_context(parser, "4096, or what the model allows")
     common.add_sampling(parser)
     common.add_runtime(parser)
+    common.add_server(parser)
     common.add_output(parser, json=False)
     parser.set_defaults(run=run)
 
@@ -53,6 +54,10 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the end of the input."""
     sampling, stopping = running.sampling_of(args), running.stopping_of(args)
+    if args.server is not None:
+        from ds4jax.commands import remote
+
+        return _Shell(args, remote.RemoteSession(args, sampling, stopping)).loop()
     model = running.open_model(args)
     model.need_tokenizer()
     size = model.file.model_config.vocab_size
@@ -154,6 +159,11 @@ class Session:
                 Message(role="assistant", content=said.content, reasoning=said.reasoning)
             )
 
+    def summary(self, generation: Generation, prompt: int) -> str:
+        """One line of figures about an answer to `prompt` tokens."""
+        assert self.local is not None
+        return generate.summary(generation, self.local, prompt)
+
     def as_json(self) -> list[dict[str, str]]:
         """The messages, as in OpenAI requests."""
         out = []
@@ -234,9 +244,8 @@ class _Shell:
         session.keep(generation)
         if was_interrupted():
             self._note("[interrupted]")
-        assert session.local is not None
-        prompt = len(generation.partial().ids)
-        line = generate.summary(generation, session.local, session.used - prompt)
+        answer = len(generation.partial().ids)
+        line = session.summary(generation, session.used - answer)
         self._note(f"{line}; context {session.used} of {session.ctx}")
 
     # ---- commands ------------------------------------------------------------------------------

@@ -163,6 +163,17 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-progress", action="store_true", help="no progress on stderr")
 
 
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """--server and what goes with it: the model runs elsewhere."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--server", metavar="ADDR",
+                       help="ask this server (HOST:PORT or unix:PATH) instead of loading"
+                       " a model")  # fmt: skip
+    group.add_argument("--server-token-file", metavar="FILE", help="bearer token for it")
+    group.add_argument("--server-ca", metavar="FILE",
+                       help="its certificate authority, PEM: use TLS")  # fmt: skip
+
+
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Flags of commands that generate; what is not given is left to the service's defaults."""
     group = parser.add_argument_group("sampling and stopping")

@@ -47,6 +47,7 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
     common.add_context(parser, "4096, or what the model allows")
     common.add_sampling(parser)
     common.add_runtime(parser)
+    common.add_server(parser)
     common.add_output(parser)
     parser.add_argument("--candidates", type=common.integer(1, MAX_CANDIDATES), default=1,
                         metavar="N", help="answers to the same prompt")  # fmt: skip
@@ -59,6 +60,10 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer."""
+    if args.server is not None:
+        from ds4jax.commands import remote
+
+        return remote.run_generate(args)
     sampling, stopping = running.sampling_of(args), running.stopping_of(args)
     model = running.open_model(args)
     prompt = _prompt(args, model)
@@ -73,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         loaded = running.load(args, model, ctx, shown, lanes=args.candidates)
         local = running.start(loaded, model, shown)
     generation = local.generate(prompt, sampling, stopping, candidates=args.candidates)
-    printer = _Printer(args, model.tokenizer)
+    printer = Printer(args, model.tokenizer)
     with interruptible(generation) as was_interrupted:
         for output in generation:
             printer.show(output)
@@ -95,16 +100,12 @@ def _prompt(args: argparse.Namespace, model: running.Opened) -> PromptIds:
     from ds4jax.answer import PromptIds, chat_prompt
     from ds4jax.tokenizer import TokenizerError
 
-    if args.markers and not args.raw:
-        raise common.UsageError("--markers goes with --raw: text of a chat is never a marker")
-    if args.raw and (args.system is not None or args.chat is not None):
-        other = "--system" if args.system is not None else "--chat"
-        raise common.UsageError(f"--raw and {other} exclude each other: {other} makes a chat")
+    check_prompt_flags(args)
     if args.ids is not None:
         return _given_ids(args, model)
     if args.chat is not None:
         return _chat_file(args, model)
-    text = _text(args)
+    text = prompt_text(args)
     tokenizer = model.need_tokenizer()
     try:
         if args.raw:
@@ -121,7 +122,25 @@ def _prompt(args: argparse.Namespace, model: running.Opened) -> PromptIds:
         raise common.Failure(f"the prompt: {error}") from None
 
 
-def _text(args: argparse.Namespace) -> str:
+def check_prompt_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other.
+
+    Raises:
+        UsageError: naming them.
+    """
+    if args.markers and not args.raw:
+        raise common.UsageError("--markers goes with --raw: text of a chat is never a marker")
+    if args.raw and (args.system is not None or args.chat is not None):
+        other = "--system" if args.system is not None else "--chat"
+        raise common.UsageError(f"--raw and {other} exclude each other: {other} makes a chat")
+
+
+def prompt_text(args: argparse.Namespace) -> str:
+    """The prompt as text, from a flag, a file or stdin.
+
+    Raises:
+        UsageError: there is none.
+    """
     if args.prompt is not None:
         text = args.prompt
     elif args.prompt_file is not None:
@@ -240,12 +259,15 @@ class Dim:
             self._open = False
 
 
-class _Printer:
+class Printer:
     """Shows one candidate as it comes, several one after the other at the end."""
 
-    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, args: argparse.Namespace, tokenizer: Tokenizer | None, *, has_text: bool = False
+    ) -> None:
         self._quiet = args.json
-        self._table = args.dump_tokens or args.logprobs is not None or tokenizer is None
+        self._table = args.dump_tokens or args.logprobs is not None
+        self._table = self._table or (tokenizer is None and not has_text)
         self._many = args.candidates > 1
         self._tokenizer = tokenizer
         self._dim = Dim()
@@ -336,7 +358,7 @@ def _as_json(
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
     t, results = generation.timings, [r for _, r in sorted(generation.results.items())]
-    first = _candidate_json(results[0], tokenizer)
+    first = candidate_json(results[0], tokenizer)
     out = {
         **first,
         "seed": generation.seed,
@@ -363,11 +385,12 @@ def _as_json(
         "settings": settings,
     }
     if len(results) > 1:
-        out["candidates"] = [_candidate_json(r, tokenizer) for r in results]
+        out["candidates"] = [candidate_json(r, tokenizer) for r in results]
     return out
 
 
-def _candidate_json(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def candidate_json(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """One answer, JSON-ready."""
     from ds4jax.chat_request import strict_json
 
     parsed = result.parsed
