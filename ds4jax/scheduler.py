@@ -2,8 +2,8 @@
 
 `Scheduler.turn` does one round of work: take in commands, enforce deadlines, admit, plan, dispatch
 one step, read the step before it. It runs in one thread (the engine thread of the server, or the
-caller of `run` in a one-shot command); `submit`, `cancel` and the other commands may come from any
-thread. Time comes from an injected clock, so every behaviour can be tested without waiting.
+only one of a command); `submit`, `cancel` and the other commands may come from any thread. Time
+comes from an injected clock, so every behaviour can be tested without waiting.
 
 What a lane computes never depends on what is decided here; only when it is computed does.
 """
@@ -11,17 +11,18 @@ What a lane computes never depends on what is decided here; only when it is comp
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ds4jax import config, refusals
+from ds4jax import config, health, refusals
 from ds4jax import plan as plan_lib
+from ds4jax.front import Front
+from ds4jax.health import Health
 from ds4jax.plan import Chunk, DecodeRow, Executor, LaneRef, LaneResult, LaneSpec, StepPlan
 from ds4jax.request import (
     Ended,
@@ -106,9 +107,6 @@ class _InFlight:
     dispatched_at: float
 
 
-_SELF_TEST_TOKENS = np.array([0, 1], np.int32)
-
-
 class Scheduler:
     """Shares one executor among requests.
 
@@ -134,13 +132,9 @@ class Scheduler:
         self.settings = settings or SchedulerConfig()
         self.clock = clock
         self.counters = Counters()
-        self._wake = threading.Condition()
-        self._poked = False
+        self._front = Front(self.settings.max_waiting)
+        self._health = Health(self.settings.self_test_retry, clock, on_health)
         self._observer = observer
-        self._on_health = on_health
-        self._inbox: deque[Callable[[], None]] = deque()  # guarded by _wake
-        self._active: dict[str, Request] = {}  # guarded by _wake
-        self._waiting_requests = 0  # guarded by _wake
         self._open: dict[Request, int] = {}  # candidates not ended, per request
         self._lanes: dict[LaneRef, _Lane] = {}
         self._waiting: deque[_Lane] = deque()
@@ -153,12 +147,7 @@ class Scheduler:
         self._last_done = 0.0
         self._last_seconds = {"prefill": 0.0, "decode": 0.0}
         self._mean_service = 0.0
-        self._healthy = True
-        self._draining: Callable[[], ServiceError] | None = None
-        self._test_reference: int | None = None
-        self._test_due: float | None = None
-        self._testing = False
-        self._needs_reset = False
+        self._dispatching: tuple[tuple[_Lane, ...], float] | None = None
         self._freed = False  # the last turn made room for somebody
         self._published: Snapshot | None = None
 
@@ -177,21 +166,15 @@ class Scheduler:
             raise error
         if request.deadline is not None and request.deadline <= now + self.estimate_wait():
             raise refusals.deadline_not_met(request.deadline - now, self.estimate_wait())
-        total = len(request.lanes[0].prompt)
-        with self._wake:
-            self._refuse_now(request)
-            request.progress = Progress(Phase.QUEUED, self._waiting_requests, 0, total)
-            request.stream.on_drained = self._wake_up
-            self._active[request.id] = request
-            self._waiting_requests += 1
-            self._inbox.append(lambda: self._enqueue(request))
-            self._wake.notify()
+        if not self._health.healthy and not self._health.testing:
+            raise refusals.unhealthy("it runs again shortly", self.settings.self_test_retry)
+        self._front.enter(request, lambda: self._enqueue(request), self.estimate_wait)
 
     def cancel(
         self, request: Request, cause: str = "client", error: ServiceError | None = None
     ) -> None:
         """End a request in whatever state it is; `error`, if given, is its last event."""
-        self._command(lambda: self._end_request(request, cause, error))
+        self._front.post(lambda: self._end_request(request, cause, error))
 
     def stop_candidate(self, request: Request, candidate: int) -> None:
         """The consumer has what it wanted (a stop string matched): end without an event."""
@@ -201,7 +184,7 @@ class Scheduler:
                 if lane.request is request and lane.spec.candidate == candidate:
                     self._end_lane(lane, None)
 
-        self._command(act)
+        self._front.post(act)
 
     def pause(self, request: Request, paused: bool) -> None:
         """Operator pause: suspend the request's lanes, or let them go on."""
@@ -211,7 +194,7 @@ class Scheduler:
                 if lane.request is request:
                     lane.paused = paused
 
-        self._command(act)
+        self._front.post(act)
 
     def park(self, request: Request) -> None:
         """Operator preemption: park the request's decoding lanes as if pages had run out."""
@@ -225,13 +208,12 @@ class Scheduler:
                 ):
                     self._park(lane)
 
-        self._command(act)
+        self._front.post(act)
 
     def drain(self, error: Callable[[], ServiceError] | None = None) -> None:
         """Refuse new and queued requests with `error()` (default DRAINING); live ones finish."""
-        with self._wake:
-            self._draining = error or refusals.draining
-        self._command(self._refuse_waiting)
+        self._front.close(error or refusals.draining)
+        self._front.post(self._refuse_waiting)
 
     def shut_down(self, error: Callable[[], ServiceError]) -> None:
         """End everything that is still there with `error()`."""
@@ -241,66 +223,61 @@ class Scheduler:
                 self._end_request(request, "shutdown", error())
 
         self.drain(error)
-        self._command(act)
+        self._front.post(act)
 
     def fail_hung_step(self) -> bool:
         """Watchdog, from another thread: if a step is overdue, fail its requests without waiting.
 
         Returns: whether one was. The lanes themselves are retired once the step returns.
         """
-        try:
-            step = self._in_flight[0]
-        except IndexError:
-            return False
-        started = max(step.dispatched_at, self._last_done)
+        pending = self._dispatching
+        if pending is not None:
+            lanes, started = pending
+        else:
+            try:
+                step = self._in_flight[0]
+            except IndexError:
+                return False
+            lanes, started = step.lanes, max(step.dispatched_at, self._last_done)
         if self.clock() - started <= self.settings.watchdog:
             return False
-        self._set_health(False, "a step is overdue")
-        for lane in step.lanes:
+        self._health.doubt("a step is overdue")
+        for lane in lanes:
             lane.request.stream.put(Failed(self.clock(), self._watchdog_error()))
         return True
 
     @property
     def healthy(self) -> bool:
         """Whether new requests are welcome, as far as the device goes."""
-        return self._healthy
+        return self._health.healthy
+
+    @property
+    def health_changes(self) -> int:
+        """How often `healthy` has changed."""
+        return self._health.changes
 
     @property
     def draining(self) -> bool:
         """Whether `drain` was called."""
-        return self._draining is not None
+        return self._front.refusal is not None
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return self._waiting_requests
+        return self._front.waiting
 
     @property
     def active(self) -> int:
         """Requests that have not ended, queued ones included."""
-        return len(self._active)
+        return self._front.active
 
     def latest(self) -> Snapshot | None:
         """The last published state; at most a quarter of a second old while steps run."""
         return self._published
 
-    # ---- refusals ------------------------------------------------------------------------------
-
-    def _refuse_now(self, request: Request) -> None:
-        """Checks that need the lock."""
-        if self._draining is not None:
-            raise self._draining()
-        if not self._healthy and not self._testing:
-            raise refusals.unhealthy("it runs again shortly", self.settings.self_test_retry)
-        if request.id in self._active:
-            raise refusals.duplicate_id(request.id)
-        waiting, limit = self._waiting_requests, self.settings.max_waiting
-        if waiting >= limit:
-            raise refusals.queue_full(waiting, limit, self.estimate_wait())
-
     def estimate_wait(self) -> float:
         """Seconds until a request that arrives now would start, from how long lanes took so far."""
-        ahead = self._waiting_requests - (self.limits.num_slots - len(self._lanes))
+        ahead = self._front.waiting - (self.limits.num_slots - len(self._lanes))
         if ahead < 0:
             return 0.0
         return (ahead + 1) * self._mean_service / self.limits.num_slots
@@ -332,7 +309,8 @@ class Scheduler:
         return self._next_wake(now)
 
     def _work(self) -> bool:
-        self._take_commands()
+        for action in self._front.commands():
+            action()
         now = self.clock()
         self._expire(now)
         self._update_suspensions(now)
@@ -349,47 +327,17 @@ class Scheduler:
 
     def poke(self) -> None:
         """End a `rest` early, from any thread."""
-        self._wake_up()
-
-    def abandon(self) -> None:
-        """The engine thread is gone: refuse everything, and end every stream from outside."""
-        with self._wake:
-            self._draining = refusals.shutting_down
-            requests = list(self._active.values())
-        for request in requests:
-            request.stream.put(Failed(self.clock(), refusals.shutting_down()))
+        self._front.poke()
 
     def rest(self, seconds: float | None) -> None:
         """Wait in the engine thread for a command or a drained stream, at most this long."""
-        with self._wake:
-            if not self._inbox and not self._poked:
-                self._wake.wait(seconds)
-            self._poked = False
+        self._front.rest(seconds)
 
-    def run(self, request: Request) -> Iterator[Event]:
-        """Submit, and do the turns in this thread until the request has ended. For one-shot use.
-
-        Raises:
-            ServiceError: the request was refused or failed.
-        """
-        self.submit(request)
-        done = 0
-        try:
-            while done < len(request.lanes):
-                delay = self.turn()
-                while (event := request.stream.pop()) is not None:
-                    if isinstance(event, Failed):
-                        done = len(request.lanes)
-                        raise event.error
-                    done += isinstance(event, Ended)
-                    yield event
-                if delay and done < len(request.lanes):
-                    time.sleep(delay)
-        finally:
-            if done < len(request.lanes):
-                self.cancel(request)
-            while self.turn() == 0.0:
-                pass
+    def abandon(self) -> None:
+        """The engine thread is gone: refuse everything, and end every stream from outside."""
+        self._front.close(refusals.shutting_down)
+        for request in self._front.requests():
+            request.stream.put(Failed(self.clock(), refusals.shutting_down()))
 
     def self_test(self) -> None:
         """Start-up test: one greedy token of a fixed prompt; its id is what later tests must give.
@@ -397,43 +345,21 @@ class Scheduler:
         Raises:
             ServiceError: it did not finish with a finite result.
         """
-        request = self._self_test_request()
-        token = None
+        request = health.self_test_request(self.limits, self.clock())
         lane = self._make_lane(request, request.lanes[0], test=True)
         self._open[request] = 1
         self._waiting.append(lane)
         while not lane.ended:
             self.turn()
-        for event in iter(request.stream.pop, None):
+        while (event := request.stream.pop()) is not None:
             if isinstance(event, Failed):
                 raise event.error
-            if isinstance(event, Tokens):
-                token = event.tokens[0].token
-        self._test_reference = token
-
-    def _command(self, action: Callable[[], None]) -> None:
-        with self._wake:
-            self._inbox.append(action)
-            self._wake.notify()
-
-    def _wake_up(self) -> None:
-        with self._wake:
-            self._poked = True
-            self._wake.notify()
-
-    def _take_commands(self) -> None:
-        while True:
-            with self._wake:
-                if not self._inbox:
-                    return
-                action = self._inbox.popleft()
-            action()
+            self._health.judge(event)
 
     def _next_wake(self, now: float) -> float | None:
-        with self._wake:
-            commands = bool(self._inbox)
         ready = any(not self._blocked(x) for x in self._parked) and not self._lanes
-        ready = ready or self._freed or commands or bool(self._in_flight)
+        ready = ready and not self._health.needs_reset
+        ready = ready or self._freed or self._front.has_commands or bool(self._in_flight)
         if ready or self._prefill_lanes() or self._decode_lanes():
             return 0.0
         times = []
@@ -447,15 +373,15 @@ class Scheduler:
                 times.append(lane.suspended_at + self.settings.slow_client_grace)
         if self._window_until is not None:
             times.append(self._window_until)
-        if self._test_due is not None:
-            times.append(self._test_due)
+        if self._health.due is not None:
+            times.append(self._health.due)
         return max(0.001, min(times) - now) if times else None
 
     # ---- queue, admission ----------------------------------------------------------------------
 
     def _enqueue(self, request: Request) -> None:
-        if self._draining is not None:
-            self._drop(request, self._draining())
+        if self._front.refusal is not None:
+            self._drop(request, self._front.refusal())
             return
         self.counters.requests += 1
         self._open[request] = len(request.lanes)
@@ -478,7 +404,7 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         """Restore parked lanes, oldest first, then take newcomers in strict order of arrival."""
-        if self._needs_reset:
+        if self._health.needs_reset:
             return
         for lane in sorted(self._parked, key=lambda x: x.order):
             if self._blocked(lane):
@@ -506,7 +432,7 @@ class Scheduler:
         return False
 
     def _admit_one(self, lane: _Lane, now: float) -> bool:
-        if self._testing and not lane.test:
+        if self._health.testing and not lane.test:
             return False
         ref = self.executor.admit(lane.spec)
         if ref is None:
@@ -517,8 +443,7 @@ class Scheduler:
         if request.progress.phase is Phase.QUEUED:
             request.progress = Progress(Phase.PREFILL, 0, 0, lane.known)
             if not lane.test:
-                with self._wake:
-                    self._waiting_requests -= 1
+                self._front.seated()
             request.stream.put(Started(now, now - request.arrival))
         return True
 
@@ -632,6 +557,7 @@ class Scheduler:
 
     def _step(self, plan: StepPlan, lanes: list[_Lane]) -> bool:
         before = self.clock()
+        self._dispatching = (tuple(lanes), before)
         try:
             handle = self.executor.step(plan)
         except plan_lib.PlanError as error:
@@ -641,6 +567,8 @@ class Scheduler:
         except Exception as error:
             self._device_failed(error)
             return False
+        finally:
+            self._dispatching = None
         now = self.clock()
         self.counters.dispatch_seconds += now - before
         self._in_flight.append(_InFlight(handle, plan, tuple(lanes), before))
@@ -673,7 +601,9 @@ class Scheduler:
         self._in_flight.popleft()
         seconds = now - max(step.dispatched_at, self._last_done)
         self._last_done = now
-        self._count_step(step, result, seconds, now - before)
+        record = self.counters.add_step(step.plan, result, seconds, now - before)
+        self._last_seconds[record.phase] = seconds
+        self._observer(record)
         for lane, lane_result in zip(step.lanes, result.lanes, strict=True):
             lane.in_flight -= 1
             if lane.ref != lane_result.lane or lane.ended:
@@ -730,38 +660,6 @@ class Scheduler:
         if end is not None:
             self._end_lane(lane, end)
 
-    def _count_step(
-        self, step: _InFlight, result: plan_lib.StepResult, seconds: float, wait: float
-    ) -> None:
-        c, phase = self.counters, "prefill" if step.plan.chunk else "decode"
-        c.steps += 1
-        c.rows_real += result.rows
-        c.rows_padded += result.bucket - result.rows
-        c.wait_seconds += wait
-        if step.plan.chunk:
-            c.prefill_steps += 1
-            c.prefill_tokens += step.plan.chunk.stop - step.plan.chunk.start
-            c.prefill_seconds += seconds
-        else:
-            c.decode_steps += 1
-            c.decode_seconds += seconds
-        for lane in result.lanes:
-            c.proposed += lane.proposed
-            c.verified += lane.verified
-            c.accepted += lane.accepted
-            c.spec_steps += lane.verified > 0
-            for depth in range(lane.verified):
-                c.verified_at[depth] = c.verified_at.get(depth, 0) + 1
-            for depth in range(lane.accepted):
-                c.accepted_at[depth] = c.accepted_at.get(depth, 0) + 1
-        self._last_seconds[phase] = seconds
-        self._observer(
-            StepRecord(
-                phase=phase, rows=result.rows, bucket=result.bucket, lanes=len(step.lanes),
-                seconds=seconds, wait=wait, drafts=sum(x.verified for x in result.lanes),
-            )
-        )  # fmt: skip
-
     # ---- ends ----------------------------------------------------------------------------------
 
     def _all_lanes(self) -> list[_Lane]:
@@ -794,11 +692,7 @@ class Scheduler:
         if self._open[request]:
             return
         del self._open[request]
-        with self._wake:
-            if self._active.get(request.id) is request:
-                del self._active[request.id]
-                if request.progress.phase is Phase.QUEUED:
-                    self._waiting_requests -= 1
+        self._front.leave(request)
 
     def _end_request(self, request: Request, cause: str, error: ServiceError | None) -> None:
         lanes = [x for x in self._all_lanes() if x.request is request and not x.ended]
@@ -820,8 +714,7 @@ class Scheduler:
     def _fail_lane(self, lane: _Lane, error: ServiceError, unhealthy: str = "") -> None:
         """End the lane's whole request with an error; the other requests go on."""
         if unhealthy:
-            self._set_health(False, unhealthy)
-            self._test_due = self.clock()
+            self._health.lost(unhealthy)
         if lane.test:
             lane.request.stream.put(Failed(self.clock(), error))
             self._end_lane(lane, None)
@@ -829,11 +722,11 @@ class Scheduler:
             self._end_request(lane.request, "", error)
 
     def _refuse_waiting(self) -> None:
-        assert self._draining is not None
+        refusal = self._front.refusal or refusals.draining
         waiting = {x.request: None for x in self._waiting if not x.test}
         for request in waiting:
             if request.progress.phase is Phase.QUEUED:
-                self._end_request(request, "draining", self._draining())
+                self._end_request(request, "draining", refusal())
 
     def _free_retiring(self) -> bool:
         freed = False
@@ -858,7 +751,9 @@ class Scheduler:
 
     def _update_suspensions(self, now: float) -> None:
         grace = self.settings.slow_client_grace
-        for lane in [x for x in self._all_lanes() if not x.ended]:
+        for lane in self._all_lanes():
+            if lane.ended:
+                continue
             stream = lane.request.stream
             if lane.suspended_at is None and stream.full and lane.state is SlotState.DECODE:
                 lane.suspended_at = now
@@ -887,7 +782,7 @@ class Scheduler:
     def _device_failed(self, error: Exception) -> None:
         """A step raised: every live lane is lost, the cache is made new, then tested."""
         self.counters.device_errors += 1
-        self._set_health(False, f"device error: {error}")
+        self._health.lost(f"device error: {error}", reset=True)
         self._in_flight.clear()
         for lane in list(self._lanes.values()):
             lane.in_flight = 0
@@ -895,57 +790,33 @@ class Scheduler:
                 lane, refusals.device_error(f"the device failed: {type(error).__name__}")
             )
         self._lanes.clear()
-        self._needs_reset = True
-        if self._test_due is None:
-            self._test_due = self.clock()
-
-    def _set_health(self, healthy: bool, reason: str) -> None:
-        if self._healthy != healthy:
-            self._healthy = healthy
-            self.counters.health_changes += 1
-            self._on_health(healthy, reason)
 
     def _run_self_test(self, now: float) -> None:
         """Put the self-test in front of the queue when one is due."""
-        if self._test_due is None or self._testing or now < self._test_due:
+        due = self._health.due
+        if due is None or now < due:
             return
-        self._test_due = None
         self.counters.self_tests += 1
-        if self._needs_reset:
+        if self._health.needs_reset:
             try:
                 self.executor.reset()
             except Exception as error:
-                self._test_failed(f"the cache could not be made new: {error}")
+                self._health.failed()
+                self._refuse_unhealthy(f"the cache could not be made new: {error}")
                 return
-            self._needs_reset = False
-        self._testing = True
-        request = self._self_test_request()
+            self._health.needs_reset = False
+        self._health.begin()
+        request = health.self_test_request(self.limits, now)
         self._open[request] = 1
         self._waiting.appendleft(self._make_lane(request, request.lanes[0], test=True))
-        request.stream.notify = lambda: self._judge_self_test(request)
+        request.stream.notify = lambda: self._judge(request)
 
-    def _self_test_request(self) -> Request:
-        prompt = np.minimum(_SELF_TEST_TOKENS, self.limits.vocab_size - 1)
-        prompt = prompt[: max(1, self.limits.max_ctx - 1)].astype(np.int32)
-        sampling = config.SamplingParams(temperature=0.0, seed=0)
-        spec = LaneSpec(prompt=prompt, sampling=sampling, max_output_tokens=1, speculate=False)
-        return Request(id="", lanes=(spec,), arrival=self.clock())
+    def _judge(self, request: Request) -> None:
+        why = self._health.judge(request.stream.pop())
+        if why is not None:
+            self._refuse_unhealthy(why)
 
-    def _judge_self_test(self, request: Request) -> None:
-        event = request.stream.pop()
-        if isinstance(event, Tokens):
-            token = event.tokens[0].token
-            self._testing = False
-            if self._test_reference in (None, token):
-                self._set_health(True, "self-test passed")
-            else:
-                self._test_failed(f"token {token}, at start it was {self._test_reference}")
-        elif isinstance(event, Failed):
-            self._testing = False
-            self._test_failed(event.error.message)
-
-    def _test_failed(self, why: str) -> None:
-        self._test_due = self.clock() + self.settings.self_test_retry
+    def _refuse_unhealthy(self, why: str) -> None:
         waiting = {x.request: None for x in self._waiting if not x.test}
         for request in waiting:
             error = refusals.unhealthy(why, self.settings.self_test_retry)
@@ -970,8 +841,8 @@ class Scheduler:
             for x in lanes
         )  # fmt: skip
         return Snapshot(
-            at=self.clock(), healthy=self._healthy, draining=self.draining,
-            waiting=self._waiting_requests, lanes=views, pages=self.executor.page_counts(),
+            at=self.clock(), healthy=self._health.healthy, draining=self.draining,
+            waiting=self._front.waiting, lanes=views, pages=self.executor.page_counts(),
             num_slots=self.limits.num_slots, output_tokens=self.counters.output_tokens,
             steps=self.counters.steps, last_decode_seconds=self._last_seconds["decode"],
             last_prefill_seconds=self._last_seconds["prefill"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from ds4jax.plan import PageCounts
+from ds4jax.plan import PageCounts, StepPlan, StepResult
 
 
 class SlotState(enum.Enum):
@@ -62,13 +62,47 @@ class Counters:
     watchdog: int = 0
     device_errors: int = 0
     self_tests: int = 0
-    health_changes: int = 0
     proposed: int = 0
     verified: int = 0
     accepted: int = 0
     spec_steps: int = 0
     verified_at: dict[int, int] = field(default_factory=dict)
     accepted_at: dict[int, int] = field(default_factory=dict)
+
+    def add_step(
+        self, plan: StepPlan, result: StepResult, seconds: float, wait: float
+    ) -> StepRecord:
+        """Count one finished step; returns its record."""
+        chunk = plan.chunk
+        self.steps += 1
+        self.rows_real += result.rows
+        self.rows_padded += result.bucket - result.rows
+        self.wait_seconds += wait
+        if chunk is not None:
+            self.prefill_steps += 1
+            self.prefill_tokens += chunk.stop - chunk.start
+            self.prefill_seconds += seconds
+        else:
+            self.decode_steps += 1
+            self.decode_seconds += seconds
+        for lane in result.lanes:
+            self.proposed += lane.proposed
+            self.verified += lane.verified
+            self.accepted += lane.accepted
+            self.spec_steps += lane.verified > 0
+            for depth in range(lane.verified):
+                self.verified_at[depth] = self.verified_at.get(depth, 0) + 1
+            for depth in range(lane.accepted):
+                self.accepted_at[depth] = self.accepted_at.get(depth, 0) + 1
+        return StepRecord(
+            phase="prefill" if chunk is not None else "decode",
+            rows=result.rows,
+            bucket=result.bucket,
+            lanes=len(plan.lanes),
+            seconds=seconds,
+            wait=wait,
+            drafts=sum(x.verified for x in result.lanes),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,20 +187,6 @@ def test_the_next_step_is_dispatched_before_the_last_one_is_read() -> None:
     assert depth == [0, 1, 1, 1, 1, 1]
 
 
-def test_run_serves_one_shot_callers_and_cleans_up_when_they_leave() -> None:
-    executor = FakeExecutor(num_slots=2)
-    scheduler = Scheduler(executor, SchedulerConfig(coalesce=0.0))
-    lane = spec(5, 50)
-    events = list(scheduler.run(Request(id="a", lanes=(lane,))))
-    assert ids(events) == alone(lane)
-    for event in scheduler.run(Request(id="b", lanes=(lane,))):
-        if isinstance(event, Tokens):
-            break
-    assert not executor.lanes and scheduler.active == 0
-    with pytest.raises(ServiceError, match="context"):
-        list(scheduler.run(Request(id="c", lanes=(spec(5, 5000),))))
-
-
 def test_candidates_of_one_request() -> None:
     bench = Bench()
     lanes = [spec(5, 6, candidate=c) for c in range(3)]
@@ -686,6 +672,22 @@ def test_an_overdue_step_ends_its_lanes_only() -> None:
     assert [ok for ok, _ in bench.health] == [False, True]
 
 
+def test_a_hanging_dispatch_is_reported_too() -> None:
+    bench = Bench(settings={"watchdog": 60.0})
+    request = bench.submit(spec(5, 30))
+
+    def hang(plan) -> None:
+        assert not bench.scheduler.fail_hung_step()
+        bench.clock.now += 61
+        assert bench.scheduler.fail_hung_step()
+        bench.executor.on_step = lambda plan: None
+
+    bench.executor.on_step = hang
+    bench.run()
+    assert isinstance(drain(request)[-1], Failed)
+    assert bench.scheduler.healthy and bench.scheduler.counters.watchdog == 1
+
+
 def test_a_hanging_step_is_reported_without_waiting_for_it() -> None:
     bench = Bench(settings={"watchdog": 60.0})
     request = bench.submit(spec(5, 30))
@@ -840,7 +842,7 @@ def test_a_thousand_random_requests(seed: int) -> None:
         live = [c for c in live if not c.over]
         for client in live:
             client.act(bench.scheduler)
-            if client.kind == "deaf" and client.request.id not in bench.scheduler._active:
+            if client.kind == "deaf" and not bench.scheduler._front.is_active(client.request):
                 client.kind = "good"  # it is over: look at what came
     bench.run()
     check_ends(clients)

@@ -191,7 +191,7 @@ def test_the_same_with_pauses_and_parking(
 
     def disturb() -> None:
         while not stop.wait(0.002):
-            for req in list(scheduler._active.values()):
+            for req in scheduler._front.requests():
                 action = rng.random()
                 if action < 0.15:
                     scheduler.park(req)
@@ -274,7 +274,7 @@ def test_a_forced_nan_ends_one_call_only(
         raw = executor._cache.raw.at[:, lane.ref.slot].set(np.nan)
         executor._cache = executor._cache.replace(raw=raw)  # type: ignore[attr-defined]
 
-    scheduler._command(spoil)
+    scheduler._front.post(spoil)
     found = failure(lambda: list(call))
     assert (found["code"], found["reason"]) == ("INTERNAL", "NON_FINITE_LOGITS")
     thread.join()

@@ -148,7 +148,7 @@ class _EngineCollector:
         yield _counter("ds4jax_slow_client", "Requests ended for not reading.", c.slow_clients)
         yield _counter("ds4jax_preemptions", "Lanes parked.", c.preemptions)
         yield _counter("ds4jax_suspensions", "Lanes suspended.", c.suspensions)
-        yield _counter("ds4jax_health_changes", "Changes of health.", c.health_changes)
+        yield _counter("ds4jax_health_changes", "Changes of health.", scheduler.health_changes)
         yield from self._executor_metrics(executor)
 
     def _executor_metrics(self, executor: Any) -> Iterator[Metric]:
