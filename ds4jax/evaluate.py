@@ -8,8 +8,8 @@ sampled here; researchers who want activations use `ds4jax.functional`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -26,32 +26,32 @@ from ds4jax.step import Bucket, LaneRows
 F32 = npt.NDArray[np.float32]
 IntIds = npt.NDArray[np.int32]
 
-Kind = Literal["logits", "losses"]
 
-
-@functools.partial(jax.jit, static_argnames=("cfg", "run", "bucket", "kind"), donate_argnums=1)
-def _evaluate(
+@functools.partial(jax.jit, static_argnames=("cfg", "run", "bucket"), donate_argnums=1)
+def _step(
     params: Params,
     cache: Cache,
     words: Array,
-    target_T: Array,
     *,
     cfg: ModelConfig,
     run: RuntimeConfig,
     bucket: Bucket,
-    kind: Kind,
 ) -> tuple[Cache, Array]:
-    """One step: cache, logits_TV or loss_T (-log p(target) in nats), float32."""
+    """One step: cache, logits_TV float32."""
     plan = step.unpack_plan(bucket, words)
     cache, out = model.forward(params, cache, plan, cfg=cfg, run=run, chunk=bucket.chunk)
-    if kind == "logits":
-        return cache, out.logits
+    return cache, out.logits
 
-    def loss(row: tuple[Array, Array]) -> Array:
+
+@jax.jit
+def _losses(logits_TV: Array, target_T: Array) -> Array:
+    """-log p(target) of every row in nats, float32 [T]."""
+
+    def one(row: tuple[Array, Array]) -> Array:
         logits_V, target = row
         return jax.nn.logsumexp(logits_V) - logits_V[target]
 
-    return cache, lax.map(loss, (out.logits, target_T))
+    return lax.map(one, (logits_TV, target_T))
 
 
 class Evaluator:
@@ -88,7 +88,8 @@ class Evaluator:
         Raises:
             ValueError: pieces that do not add up, too many ids, or ids outside the vocabulary.
         """
-        return self._steps("logits", ids, pieces, on_done)
+        for result, count in self._read(self._steps(self._checked(ids), pieces), on_done):
+            yield np.asarray(result)[:count]
 
     def losses(
         self, ids: Sequence[int] | IntIds, on_done: Callable[[int], None] = lambda done: None
@@ -100,43 +101,47 @@ class Evaluator:
         """
         if len(ids) < 2:
             raise ValueError(f"{len(ids)} ids, at least 2 are needed for a loss")
-        out = np.concatenate(list(self._steps("losses", ids, None, on_done)))
-        return out[:-1]
-
-    def _steps(
-        self,
-        kind: Kind,
-        ids: Sequence[int] | IntIds,
-        pieces: Sequence[int] | None,
-        on_done: Callable[[int], None],
-    ) -> Iterator[F32]:
         known = self._checked(ids)
-        total = len(known)
-        sizes = [total] if pieces is None else list(pieces)
-        if sum(sizes) != total or min(sizes) < 1:
-            raise ValueError(f"pieces {sizes} must be positive and add up to {total} ids")
-        targets = np.append(known[1:], np.int32(0))
-        cache = cache_lib.init(self.cfg, self.run)
-        pending: tuple[Any, int] | None = None
+
+        def steps() -> Iterator[tuple[Array, int]]:
+            start = 0
+            for logits, count in self._steps(known, None):
+                target = np.zeros(logits.shape[0], np.int32)
+                following = known[start + 1 : start + 1 + count]
+                target[: len(following)] = following
+                start += count
+                yield _losses(logits, target), count
+
+        out = [np.asarray(x)[:count] for x, count in self._read(steps(), on_done)]
+        return np.concatenate(out)[:-1]
+
+    def _read(
+        self, steps: Iterator[tuple[Array, int]], on_done: Callable[[int], None]
+    ) -> Iterator[tuple[Array, int]]:
+        """Results one step late, so that the next step runs while one is read."""
         done = 0
+        pending: tuple[Array, int] | None = None
+        for following in itertools.chain(steps, [None]):
+            if pending is not None:
+                yield pending
+                done += pending[1]
+                on_done(done)
+            pending = following
+
+    def _steps(self, known: IntIds, pieces: Sequence[int] | None) -> Iterator[tuple[Array, int]]:
+        """Dispatch step after step: device logits and how many of their rows are real."""
+        sizes = [len(known)] if pieces is None else list(pieces)
+        if sum(sizes) != len(known) or min(sizes) < 1:
+            raise ValueError(f"pieces {sizes} must be positive and add up to {len(known)} ids")
+        cache = cache_lib.init(self.cfg, self.run)
         for start, stop in self._spans(sizes):
             bucket = next(b for b in self._buckets if b.rows >= stop - start)
             rows = LaneRows(0, start, known[start:stop], range(self.run.pages), "all")
             words = step.pack_plan(bucket, [rows], self.run.num_slots)
-            target = np.zeros(bucket.rows, np.int32)
-            target[: stop - start] = targets[start:stop]
-            cache, result = _evaluate(
-                self._params, cache, words, target,
-                cfg=self.cfg, run=self.run, bucket=bucket, kind=kind,
-            )  # fmt: skip
-            if pending is not None:  # read the step before while this one runs
-                done += pending[1]
-                yield np.asarray(pending[0])[: pending[1]]
-                on_done(done)
-            pending = (result, stop - start)
-        assert pending is not None
-        yield np.asarray(pending[0])[: pending[1]]
-        on_done(total)
+            cache, result = _step(
+                self._params, cache, words, cfg=self.cfg, run=self.run, bucket=bucket
+            )
+            yield result, stop - start
 
     def _spans(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         start, most = 0, self._buckets[-1].rows
