@@ -395,9 +395,13 @@ def test_a_table_full_of_problems_stays_bounded(tmp_path: Path) -> None:
     bounded(raw_file(tmp_path / "bad.gguf", head[:24] + row * gguf.MAX_TENSORS))
 
 
-def test_a_large_table_of_valid_looking_strings_stays_bounded(tmp_path: Path) -> None:
+def test_a_large_table_of_valid_looking_strings_is_read_fast(tmp_path: Path) -> None:
+    """Its memory is measured by the resident size of a process, in the tests of model files."""
     words = array_head(8, gguf.MAX_ARRAY_STRINGS) + mf.text("ab€𝄞") * gguf.MAX_ARRAY_STRINGS
-    bounded(raw_file(tmp_path / "bad.gguf", raw_pair(9, words)[:-65]), seconds=2.0)
+    path = raw_file(tmp_path / "bad.gguf", raw_pair(9, words)[:-65])
+    start = time.process_time()
+    problems_of(path)
+    assert time.process_time() - start < 2.0
 
 
 # --- mutations --------------------------------------------------------------------------------
@@ -460,6 +464,7 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_many_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
-    refused, accepted = run_mutations(tmp_path, 60000, seed=2)
-    assert refused > 20000 and accepted > 2000
+    refused, accepted = run_mutations(tmp_path, 40000, seed=2)
+    assert refused > 13000 and accepted > 1300

@@ -856,9 +856,10 @@ def test_mutated_models_are_read_or_refused(data_dir: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_many_mutated_models_are_read_or_refused(data_dir: Path, tmp_path: Path) -> None:
-    refused, accepted = run_mutations(data_dir, tmp_path, 20000, seed=6)
-    assert refused > 8000 and accepted > 100
+    refused, accepted = run_mutations(data_dir, tmp_path, 8000, seed=6)
+    assert refused > 3000 and accepted > 40
 
 
 def test_every_type_of_gguf_has_the_size_of_the_public_package() -> None:
@@ -871,3 +872,11 @@ def test_every_type_of_gguf_has_the_size_of_the_public_package() -> None:
         else:
             assert type_id in range(100, 108)
     assert formats.ROCMFP2_TYPE_ID in model_file.gguf.TYPES
+
+
+def test_the_packaged_model_is_sound() -> None:
+    model = model_file.open_model("nano")
+    assert model.config is not None and not model.notes and not model.check_values()
+    assert isinstance(model.tokenizer_source, dict)
+    ratios = set(model.config.compress_ratios)
+    assert ratios == {0, 4, 128} and 0 < model.config.num_hash_layers < model.config.num_layers
