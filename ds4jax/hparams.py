@@ -27,7 +27,9 @@ DRAFT_ARCHITECTURES = (
     "deepseek_v4_flash_dspark_draft",
     "dflash",
 )
-MAX_LAYERS = 1024
+MAX_LAYERS = 256
+MAX_EXPERTS = 1 << 16
+"""Experts of all layers: a few bytes of configuration must not cost minutes of checking."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Numpy shape of every tensor of a file, by name."""
@@ -169,6 +171,12 @@ class _Source:
 def _build(fields: dict[str, Any], reading: Reading) -> ModelConfig | None:
     """The configuration, or None with problems that name the keys the values came from."""
     if any(value is None for value in fields.values()):
+        return None
+    experts = fields["num_layers"] * fields["num_experts"]
+    if experts > MAX_EXPERTS:
+        found = f"{experts} experts in {fields['num_layers']} layers"
+        where = f"key {reading.keys['num_experts']}"
+        reading.add(where, found, f"at most {MAX_EXPERTS}", _CONTRADICTS)
         return None
     try:
         return ModelConfig(**fields)

@@ -169,16 +169,17 @@ class ModelFile:
 
     def describe(self, with_tensors: bool = False) -> dict[str, Any]:
         """Everything known without reading weights, JSON-ready (`ds4jax inspect --json`)."""
-        architecture = self.metadata.get("general.architecture")
+        architecture = self._text("general.architecture")
         if self.kind == "checkpoint":
-            names = self.metadata.get("architectures") or [self.metadata.get("model_type")]
-            architecture = names[0] if isinstance(names, list) else None
+            names = self.metadata.get("architectures")
+            first = names[0] if isinstance(names, list) and names else None
+            architecture = first if isinstance(first, str) else self._text("model_type")
         out: dict[str, Any] = {
             "path": str(self.path),
             "kind": self.kind,
             "files": [p.name for p in self.files],
             "architecture": architecture,
-            "name": self.metadata.get("general.name"),
+            "name": self._text("general.name"),
             "config": None if self.config is None else dataclasses.asdict(self.config),
             "totals": _totals(self._rows),
             "tokenizer": self._tokenizer(),
@@ -192,6 +193,11 @@ class ModelFile:
         if with_tensors:
             out["tensors"] = self._rows
         return out
+
+    def _text(self, key: str) -> str | None:
+        """A text value of the metadata; None if it is absent or something else."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, str) else None
 
     def _tokenizer(self) -> dict[str, Any] | None:
         source = self.tokenizer_source
@@ -224,7 +230,7 @@ class ModelFile:
         }
 
     def _profile_hints(self) -> dict[str, Any]:
-        hints = {k: self.metadata.get(f"general.{k}") for k in ("name", "version", "basename")}
+        hints = {k: self._text(f"general.{k}") for k in ("name", "version", "basename")}
         encoding = self.path / "encoding" / "encoding_dsv4.py"
         found = self.kind == "checkpoint" and os.path.isfile(encoding)
         return {**hints, "encoding_file": str(encoding) if found else None}

@@ -814,6 +814,39 @@ def test_a_bad_file_costs_little_beyond_the_imports(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, *map(str, paths)], check=True, cwd=root)
 
 
+@pytest.mark.parametrize("hf", [True, False])
+def test_a_few_bytes_of_configuration_cannot_cost_minutes(tmp_path: Path, hf: bool) -> None:
+    """Thousands of layers and experts that no file holds."""
+    sizes: list[dict[str, Any]] = [{"num_layers": 250, "num_experts": 250},
+                                   {"num_layers": 256, "num_experts": 16384},
+                                   {"num_layers": 1000, "num_experts": 4}]  # fmt: skip
+    for size in sizes:
+        layers = size["num_layers"]
+        cfg = mf.small(**size, compress_ratios=(4,) * layers, swiglu_limits=(1.0,) * layers,
+                       shared_swiglu_limits=(1.0,) * layers)  # fmt: skip
+        if hf:
+            entries = mf.hf_entries(tensors.specs(SMALL))
+            path = mf.write_checkpoint(tmp_path / "m", mf.hf_config(cfg), entries)
+        else:
+            path = mf.write_gguf(tmp_path / "m.gguf", mf.gguf_pairs(cfg), small_table())
+        start = time.process_time()
+        problems_of(path)
+        assert time.process_time() - start < 1.5
+
+
+def test_metadata_of_unexpected_types_is_reported_as_nothing(tmp_path: Path) -> None:
+    extra: list[mf.Pair] = [
+        ("general.version", mf.ARRAY, (mf.U8, [1, 2])),
+        ("general.basename", mf.ARRAY, (mf.STRING, ["a"])),
+        ("tokenizer.ggml.model", mf.ARRAY, (mf.STRING, ["gpt2"])),
+        ("tokenizer.ggml.tokens", mf.U32, 5),
+    ]
+    pairs = mf.replaced(mf.gguf_pairs(SMALL, extra=extra), "general.name", mf.F32, 1.0)
+    report = model_file.open_model(write_small(tmp_path / "m.gguf", pairs=pairs)).describe()
+    json.dumps(report)
+    assert report["name"] is None and report["tokenizer"]["tokens"] is None
+
+
 # --- mutations --------------------------------------------------------------------------------
 
 
