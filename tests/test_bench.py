@@ -234,3 +234,21 @@ def test_a_small_run_over_a_real_port(workload: str, tmp_path: Path) -> None:
             assert cell["mean_completion_tokens"] <= 8
         assert cell["grpc_overhead_ms"]["median"] > 0
     assert page.page(made)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_throughput_rises_with_concurrency(tmp_path: Path) -> None:
+    """The shipped model on this machine, which must have nothing else to do."""
+    out = str(tmp_path / "out.json")
+    arguments = ["--workload", "H-fixed", "--cells", "1,3,6", "--tokens", "64", "--json", out,
+                 "--server-args", "--device cpu", "--no-limits"]  # fmt: skip
+    assert serve.main(arguments) == 0
+    cells = {c["concurrency"]: c for c in report.read(out)["cells"]}
+    assert all(c["valid"] for c in cells.values())
+    rates = [cells[n]["aggregate_tok_s"] for n in (1, 3, 6)]
+    assert rates == sorted(rates)
+    assert cells[6]["tpot_ms"]["median"] < 6 * cells[1]["tpot_ms"]["median"]
+    assert cells[6]["server_counters"]["host_ms_per_step"] < 1.0
+    assert cells[1]["grpc_overhead_ms"]["p95"] < 2.0
+    assert report.read(out)["identity"]["pass"]
