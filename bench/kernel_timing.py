@@ -54,25 +54,38 @@ def random_weights(name: str, lead: tuple[int, ...], rows: int, cols: int) -> pa
 
 
 def chain_seconds(
-    call: Callable[..., Any], args: tuple[Any, ...], count: int, *, repeats: int = 7
+    call: Callable[..., Any], args: tuple[Any, ...], count: int, *, repeats: int = 5
 ) -> tuple[float, float]:
-    """Median and spread (largest minus smallest) of the seconds per call.
+    """Seconds per call and their spread, without what starting and ending a program costs.
 
-    `call(i, *args)` for i < count is one jitted program; wall time of the program over `count`.
+    `call(i, *args)` with a traced i < count runs in one device loop, two calls an iteration; the
+    difference between a long and a short loop is divided by the calls between them.
     """
+    shapes = jax.eval_shape(lambda *a: call(jnp.int32(0), *a), *args)
+    unrolled = 2
 
     @jax.jit
-    def run(*args: Any) -> list[Any]:
-        return [call(i, *args) for i in range(count)]
+    def run(iterations: jax.Array, *args: Any) -> Any:
+        def body(i: jax.Array, out: tuple[Any, ...]) -> tuple[Any, ...]:
+            del out
+            return tuple(call((i * unrolled + u) % count, *args) for u in range(unrolled))
 
-    jax.block_until_ready(run(*args))
-    jax.block_until_ready(run(*args))
-    samples = []
-    for _ in range(repeats):
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.fori_loop(0, iterations, body, (zero,) * unrolled)
+
+    def sample(iterations: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        samples.append((time.perf_counter() - start) / count)
-    return statistics.median(samples), max(samples) - min(samples)
+        jax.block_until_ready(run(jnp.int32(iterations), *args))
+        return time.perf_counter() - start
+
+    low, high = 8, 72
+    for n in (low, high):
+        sample(n)
+    differences = []
+    for _ in range(repeats):
+        short, long = (min(sample(n) for _ in range(3)) for n in (low, high))
+        differences.append((long - short) / ((high - low) * unrolled))
+    return statistics.median(differences), max(differences) - min(differences)
 
 
 def copy_bandwidth(nbytes: int = 4 << 30) -> float:

@@ -37,13 +37,13 @@ class Raw:
     """What is loaded for [rows, block] weights, before any arithmetic.
 
     Attributes:
-      words: per plane, per word group: int32 [rows, sub / 2].
+      words: per set, per word group: int32 [rows, sub / 2].
       scales, mins, supers: int32 words [rows], in order of their groups.
       tile: float32 [rows], scale of 128 x 128 tiles.
       books: float32 levels [2][levels] of the mix formats.
     """
 
-    words: tuple[tuple[Array, ...], ...]
+    words: list[list[Array]]
     scales: tuple[Array, ...] = ()
     mins: tuple[Array, ...] = ()
     supers: tuple[Array, ...] = ()
@@ -73,17 +73,15 @@ def load(
       row: first row, a multiple of `rows`. block: number of the block.
     """
     at = pl_ds(row, rows)
-    words = []
-    start = 0
-    for plane in fmt.planes:
-        groups = fmt.block // (fmt.sub * plane.per_half)
-        first = [block * fmt.block_words + start + fmt.group_words * g for g in range(groups)]
-        start += fmt.group_words * groups
-        words.append(
-            tuple(
-                plgpu.load(refs["codes"].at[(*lead, at, pl_ds(f, fmt.group_words))]) for f in first
-            )
+    layout = _layout(fmt)
+    first = block * fmt.block_words
+    groups = [
+        plgpu.load(
+            refs["codes"].at[(*lead, at, pl_ds(first + fmt.group_words * g, fmt.group_words))]
         )
+        for g in range(fmt.sets * layout.words)
+    ]
+    words = [groups[i : i + layout.words] for i in range(0, len(groups), layout.words)]
 
     def column(name: str, per_block: int) -> tuple[Array, ...]:
         return tuple(
@@ -92,19 +90,19 @@ def load(
 
     per = fmt.block // fmt.group * fmt.scale_bytes
     if fmt.scale == "f16":
-        return Raw(words=tuple(words), scales=column("scales", per // 2))
+        return Raw(words=words, scales=column("scales", per // 2))
     if fmt.scale == "k":
         # A block of a K format is 128 (q4_k) or 256 weights; its super-block has 256.
         super_ = plgpu.load(refs["supers"].at[(*lead, block * fmt.block // 256, at)])
         mins = column("mins", per // 4) if fmt.name == "q4_k" else ()
-        return Raw(
-            words=tuple(words), scales=column("scales", per // 4), mins=mins, supers=(super_,)
-        )
+        return Raw(words=words, scales=column("scales", per // 4), mins=mins, supers=(super_,))
     if fmt.scale == "tile":
         ref = refs["scales"]
-        run = -(-refs["codes"].shape[-2] // ref.shape[-1])
+        # 128 rows a tile, or eight in interleaved matrices.
+        count, total = ref.shape[-1], refs["codes"].shape[-2]
+        run = 128 if count == -(-total // 128) else total // count
         which = (row + jnp.arange(rows, dtype=jnp.int32)) // run
-        return Raw(words=tuple(words), tile=plgpu.load(ref.at[(*lead, block, which)]))
+        return Raw(words=words, tile=plgpu.load(ref.at[(*lead, block, which)]))
     books: tuple[tuple[Array, ...], ...] = ()
     if fmt.books:
         books = tuple(
@@ -116,7 +114,13 @@ def load(
             )
             for b in (0, 1)
         )
-    return Raw(words=tuple(words), scales=column("scales", per // 4), books=books)
+    return Raw(words=words, scales=column("scales", per // 4), books=books)
+
+
+def _layout(fmt: Format) -> formats.Layout:
+    if fmt.layout is None:
+        raise NotImplementedError(f"kernels cannot decode {fmt.name}")
+    return fmt.layout
 
 
 def pl_ds(start: Any, size: int) -> Any:
@@ -179,6 +183,10 @@ class Cuda:
         """(a & mask) | b, in one instruction where mask and b are both constants, too."""
         return _asm("lop3.b32 $0, $1, $2, $3, 0xEA;", a, mask, b)
 
+    def shift_add(self, a: Array, left: int, b: Array) -> Array:
+        """(a << left) + b, one multiply-add."""
+        return _asm("mad.lo.s32 $0, $1, $2, $3;", a, jnp.int32(1 << left), b)
+
     def mul(self, a: Pair, s: Scale) -> Pair:
         """a * s, rounded to bfloat16."""
         return _asm("mul.rn.bf16x2 $0, $1, $2;", a, s)
@@ -225,6 +233,10 @@ class Cuda:
     def signed(self, s: Scale, flag: Scale) -> Scale:
         """s with the sign bit of `flag`."""
         return s | flag
+
+    def bits_of(self, s: Scale) -> Array:
+        """The bfloat16 bits of a scale in both halves of an int32."""
+        return s
 
     def level(self, value: Array) -> Scale:
         """A float32 scalar (a bfloat16 value) as a scale."""
@@ -281,6 +293,10 @@ class Portable:
         """As `Cuda.and_or`."""
         return (a & mask) | b
 
+    def shift_add(self, a: Array, left: int, b: Array) -> Array:
+        """As `Cuda.shift_add`."""
+        return (a << left) + b
+
     def mul(self, a: Pair, s: Scale) -> Pair:
         """As `Cuda.mul`, rounded later."""
         lo, hi, up = a
@@ -334,6 +350,11 @@ class Portable:
     def signed(self, s: Scale, flag: Scale) -> Scale:
         """s with the sign bit of `flag`."""
         return _as_f32(_as_i32(s) | flag)
+
+    def bits_of(self, s: Scale) -> Array:
+        """As `Cuda.bits_of`."""
+        top = _as_i32(s) & jnp.int32(-65536)
+        return top | _shr(top, 16)
 
     def level(self, value: Array) -> Scale:
         """A float32 scalar as a scale."""
@@ -400,28 +421,38 @@ def _move(w: Array, left: int) -> Array:
 # --- One sub-block per field ---
 
 
-def _fields(
-    arith: Arith, plane: formats.Plane, words: Sequence[Array], at: Sequence[int], fixed: int = 0
-) -> list[Array]:
-    """Bits of every sub-block's field at new places, with constant bits added.
+Segments = tuple[tuple[int, int], ...]
+"""Where code bits go: (first code bit, half-word position of it), highest code bit first."""
 
-    Args: at: half-word position for each run of the plane's fields. fixed: half-word constant.
-    """
-    return [_field(arith, plane, w, f, at, fixed) for w in words for f in range(plane.per_half)]
+
+def _fields(arith: Arith, fmt: Format, raw: Raw, segments: Segments, fixed: int = 0) -> list[Array]:
+    """Code bits of every sub-block at new places, with constant half-word bits added."""
+    return [
+        _field(arith, words, runs, segments, fixed)
+        for words in raw.words
+        for runs in _layout(fmt).fields
+    ]
 
 
 def _field(
-    arith: Arith, plane: formats.Plane, word: Array, f: int, at: Sequence[int], fixed: int
+    arith: Arith, words: list[Array], runs: Sequence[formats.Run], segments: Segments, fixed: int
 ) -> Array:
-    # Runs that move by the same distance share a shift.
-    by_shift: dict[int, int] = {}
-    for (_, n, pos), to in zip(plane.fields[f], at, strict=True):
-        by_shift[to - pos] = by_shift.get(to - pos, 0) | ((1 << n) - 1) << to
     out: Array | None = _both(fixed) if fixed else None
-    for left, mask in by_shift.items():
-        part = _move(word, left)
+    for (word, left), mask in _moves(runs, segments).items():
+        part = _move(words[word], left)
         out = part & _both(mask) if out is None else arith.and_or(part, _both(mask), out)
     return out
+
+
+def _moves(runs: Sequence[formats.Run], segments: Segments) -> dict[tuple[int, int], int]:
+    """Runs as {(word group, shift left): mask after the shift}; equal shifts together."""
+    moves: dict[tuple[int, int], int] = {}
+    for word, low, n, pos in runs:
+        start, to = next((b, p) for b, p in segments if low >= b)
+        to += low - start
+        key = (word, to - pos)
+        moves[key] = moves.get(key, 0) | ((1 << n) - 1) << to
+    return moves
 
 
 def tiles(fmt: Format, raw: Raw, target: Target) -> list[tuple[Array, Array | None]]:
@@ -460,7 +491,7 @@ def _pairs_fp4(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
     e8m0 = fmt.scale == "e8m0"
     scales = arith.e8m0(raw.scales, 96) if e8m0 else arith.e5m3(raw.scales, up=7)
     out = []
-    for bits, s in zip(_fields(arith, fmt.planes[0], raw.words[0], (15, 6)), scales, strict=True):
+    for bits, s in zip(_fields(arith, fmt, raw, ((3, 15), (0, 6))), scales, strict=True):
         p = arith.bits(bits, tiny=True)
         if fmt.name.startswith("rocmfp4"):
             # The largest level is 10, not 12: 5 * 2^-126 in E2M1 units.
@@ -471,18 +502,23 @@ def _pairs_fp4(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
 
 def _pairs_rocmfp3(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
     """Magnitudes 0, 1, 2, 4 are exponents 0..3: level * 2^-126."""
-    mags = _fields(arith, fmt.planes[0], raw.words[0], (7,))
-    signs = _fields(arith, fmt.planes[1], raw.words[1], (15,))
+    fields = _fields(arith, fmt, raw, ((2, 15), (0, 7)))
     scales = arith.e5m3(raw.scales, up=7)
-    pairs = [arith.bits(m | s, tiny=True) for m, s in zip(mags, signs, strict=True)]
+    pairs = [arith.bits(b, tiny=True) for b in fields]
     return [arith.mul(p, s[:, None]) for p, s in zip(pairs, scales, strict=True)], True
 
 
 def _pairs_s40(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
-    """Levels 1 and 4 times 2^105: bit 1 of the exponent tells them apart."""
-    fields = _fields(arith, fmt.planes[0], raw.words[0], (15, 8), (105 + 127) << 7)
-    scales = arith.e5m3(raw.scales, up=0)
-    return [arith.mul(arith.bits(b), s[:, None]) for b, s in zip(fields, scales, strict=True)], True
+    """Sign and a step of 2 in the exponent (level 4 or 1), added to the bits of the scale."""
+    out = []
+    scales = [arith.bits_of(arith.times(s, 2.0**105)) for s in arith.e5m3(raw.scales, up=0)]
+    fields = [(words, runs) for words in raw.words for runs in _layout(fmt).fields]
+    for (words, runs), s in zip(fields, scales, strict=True):
+        bits = s[:, None]
+        for (word, left), mask in _moves(runs, ((1, 15), (0, 8))).items():
+            bits = arith.shift_add(words[word] & _both(mask >> left), left, bits)
+        out.append(arith.bits(bits))
+    return out, True
 
 
 def _pairs_linear2(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
@@ -494,7 +530,7 @@ def _pairs_linear2(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
     else:
         scales = arith.e5m3(raw.scales, up=0)
         x, unit = 107, 2.0**105
-    fields = _fields(arith, fmt.planes[0], raw.words[0], (5,), (x + 127) << 7)
+    fields = _fields(arith, fmt, raw, ((0, 5),), (x + 127) << 7)
     out = []
     for b, s in zip(fields, scales, strict=True):
         minus = arith.times(s, -5.0 * unit)
@@ -508,7 +544,7 @@ def _pairs_affine(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
     one = arith.bits(_both(fixed))
     scales = arith.e5m3(raw.scales, up=0)
     out = []
-    for i, b in enumerate(_fields(arith, fmt.planes[0], raw.words[0], (5,), fixed)):
+    for i, b in enumerate(_fields(arith, fmt, raw, ((0, 5),), fixed)):
         code = arith.sub(arith.bits(b), one)
         offset = arith.times(scales[2 * i + 1], -(2.0**105))
         out.append(arith.fma(code, scales[2 * i][:, None], offset[:, None]))
@@ -517,12 +553,11 @@ def _pairs_affine(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
 
 def _pairs_rocmfp6(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
     """(128 + code) s - 160 s."""
-    low = _fields(arith, fmt.planes[0], raw.words[0], (0,), (105 + 7 + 127) << 7)
-    high = _fields(arith, fmt.planes[1], raw.words[1], (4,))
+    fields = _fields(arith, fmt, raw, ((0, 0),), (105 + 7 + 127) << 7)
     out = []
-    for a, b, s in zip(low, high, arith.e5m3(raw.scales, up=0), strict=True):
+    for b, s in zip(fields, arith.e5m3(raw.scales, up=0), strict=True):
         minus = arith.times(s, -160.0 * 2.0**105)
-        out.append(arith.fma(arith.bits(a | b), s[:, None], minus[:, None]))
+        out.append(arith.fma(arith.bits(b), s[:, None], minus[:, None]))
     return out, False
 
 
@@ -530,7 +565,7 @@ def _signed_bytes(raw: Raw, fmt: Format, arith: Arith, exponent: int) -> list[Pa
     """int8 codes times 2^(exponent - 7); `exponent` odd, so that bit 7 can double 2^exponent."""
     fixed = _both((exponent + 127) << 7)
     out = []
-    for b in (_move(w, -8 * f) for w in raw.words[0] for f in (0, 1)):
+    for b in (_move(words[0], -8 * f) for words in raw.words for f in (0, 1)):
         value = arith.bits(arith.and_or(b, _both(0x7F), fixed))
         out.append(arith.sub(value, arith.bits(arith.and_or(b, _both(0x80), fixed))))
     return out
@@ -572,7 +607,7 @@ def _pairs_k(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
         low = [_shr(w, 8 * i) & jnp.int32(255) for w in raw.mins for i in range(4)]
     base = arith.bits(_both(_bf16(128.0)))
     out = []
-    fields = _fields(arith, fmt.planes[0], raw.words[0], (0,), _bf16(128.0))
+    fields = _fields(arith, fmt, raw, ((0, 0),), _bf16(128.0))
     for b, a, m in zip(fields, scale, low, strict=True):
         s, minus = d * a.astype(jnp.float32), dmin * m.astype(jnp.float32)
         code = arith.sub(arith.bits(b), base)
@@ -582,7 +617,7 @@ def _pairs_k(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
 
 def _pairs_mix(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
     """Levels from the code book that bit 7 of the scale byte names."""
-    planes = [_fields(arith, p, w, (0,)) for p, w in zip(fmt.planes, raw.words, strict=True)]
+    fields = _fields(arith, fmt, raw, ((0, 0),))
     second = [_shr(w, 8 * i + 7) & jnp.int32(1) for w in raw.scales for i in range(4)]
     books = [[arith.level(x) for x in book] for book in raw.books]
     out = []
@@ -590,9 +625,8 @@ def _pairs_mix(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
         other = second[i] == 1
         levels = [jnp.where(other, b, a)[:, None] for a, b in zip(*books, strict=True)]
         for bit in range(fmt.bits):
-            plane, at = (planes[0], bit) if bit < 2 else (planes[1], 0)
             levels = [
-                arith.choose(plane[i], at, levels[j + 1], levels[j])
+                arith.choose(fields[i], bit, levels[j + 1], levels[j])
                 for j in range(0, len(levels), 2)
             ]
         out.append(arith.mul(levels[0], s[:, None]))
@@ -603,7 +637,7 @@ def _pairs_hf_fp8(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
     """E4M3 bits four places up: value * 2^-120. The tile scale multiplies the product."""
     one = arith.constant(2.0**120)
     out = []
-    for b in (_move(w, -8 * f) for w in raw.words[0] for f in (0, 1)):
+    for b in (_move(words[0], -8 * f) for words in raw.words for f in (0, 1)):
         bits = arith.and_or(b << 4, _both(0x07F0), (b << 8) & _both(0x8000))
         out.append(arith.mul(arith.bits(bits, tiny=True), one))
     return out, True

@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import backend as backend_lib
 from pallas_kernels import decode, formats, packing
 from pallas_kernels.backend import Backend
+from pallas_kernels.dot import dot_onto
 from pallas_kernels.packing import QuantArray
 
 ROW_TILE = 8
@@ -39,6 +40,8 @@ class Tile:
         activation rows.
       grid_rows: largest number of activation rows for which splits run as separate programs.
       dots: tiles of 16 activation rows that one program serves, at most.
+      dot_rows: activation rows of one product (16, or more where the matrix unit sums in the
+        same way whatever the width).
       unroll: blocks of K in one iteration of the loop.
       num_warps, num_stages: of the compiler.
     """
@@ -47,6 +50,7 @@ class Tile:
     splits: int = 1
     grid_rows: int = 32
     dots: int = 4
+    dot_rows: int = DOT_ROWS
     unroll: int = 1
     num_warps: int = 4
     num_stages: int = 3
@@ -159,20 +163,19 @@ def _kernel_call(
         raise NotImplementedError(
             f"dense: {w.format} [{n}, {k}] needs N a multiple of {tile.rows} and K of {step}"
         )
-    dots = min(tile.dots, -(-t // DOT_ROWS))
+    dots = min(tile.dots, -(-t // tile.dot_rows))
     in_grid = t <= tile.grid_rows
     splits = tile.splits if in_grid else 1
-    names = [f for f in packing.FIELDS if getattr(w, f) is not None]
     kernel = functools.partial(
-        _kernel, fmt=fmt, names=names, tile=tile, dots=dots, in_grid=in_grid, target=target,
-        cols=w.cols,
+        _kernel, fmt=fmt, names=packing.fields_of(w), tile=tile, dots=dots, in_grid=in_grid,
+        target=target, cols=w.cols,
     )  # fmt: skip
     partial = tile.splits > 1 and in_grid
     shape = (splits, t, n) if partial else (t, n)
     y = backend_lib.pallas(
         kernel,
         name=f"dense_{w.format}",
-        grid=(n // tile.rows, splits, -(-t // (DOT_ROWS * dots))),
+        grid=(n // tile.rows, splits, -(-t // (tile.dot_rows * dots))),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if partial else out_dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -205,12 +208,23 @@ def _kernel(
     *weight_refs, out_ref = refs
     weights = dict(zip(names, weight_refs, strict=True))
     row = pl.program_id(0) * tile.rows
-    t0 = pl.program_id(2) * (DOT_ROWS * dots)
-    lead = (plgpu.load(layer_ref.at[jnp.int32(0)]),) if weights["codes"].ndim == 3 else ()
+    t0 = pl.program_id(2) * (tile.dot_rows * dots)
+    rows, size = x_ref.shape[0], tile.dot_rows
+    lead = (plgpu.load(layer_ref.at[jnp.int32(0)]),) if len(weights["codes"].shape) == 3 else ()
     blocks = fmt.padded(cols) // (fmt.block * tile.splits)
+    starts = [t0 + size * d for d in range(dots)]
+    exact = rows % (size * dots) == 0
+    groups = [
+        Rows(
+            size=size,
+            start=t,
+            live=None if exact else t + jnp.arange(size, dtype=jnp.int32) < rows,
+        )
+        for t in starts
+    ]
     one = functools.partial(
-        accumulate, fmt, weights, lead, row, tile.rows, x_ref=x_ref,
-        t_of=[t0 + DOT_ROWS * d for d in range(dots)], blocks=blocks, cols=cols, unroll=tile.unroll, target=target,
+        accumulate, fmt, weights, lead, row, tile.rows, x_ref=x_ref, groups=groups, blocks=blocks,
+        cols=cols, unroll=tile.unroll, target=target,
     )  # fmt: skip
     if in_grid:
         totals = one(first=pl.program_id(1) * blocks)
@@ -218,14 +232,43 @@ def _kernel(
         totals = one(first=0)
         for s in range(1, tile.splits):
             totals = [a + b for a, b in zip(totals, one(first=s * blocks), strict=True)]
-    rows = x_ref.shape[0]
-    for d, total in enumerate(totals):
-        at: tuple[Any, ...] = (pl.ds(t0 + DOT_ROWS * d, DOT_ROWS), pl.ds(row, tile.rows))
+    for group, total in zip(groups, totals, strict=True):
+        y = finish(fmt, weights, lead, total).T.astype(out_ref.dtype)
+        at: tuple[Any, ...] = (pl.ds(group.start, size), pl.ds(row, tile.rows))
         if len(out_ref.shape) == 3:
             at = (pl.program_id(1), *at)
-        live = t0 + DOT_ROWS * d + jnp.arange(DOT_ROWS, dtype=jnp.int32) < rows
-        mask = None if rows % (DOT_ROWS * dots) == 0 else live[:, None]
-        plgpu.store(out_ref.at[at], total.T.astype(out_ref.dtype), mask=mask)
+        mask = None if group.live is None else group.live[:, None]
+        plgpu.store(out_ref.at[at], y, mask=mask)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Activation rows of one product: a run of rows, or rows by number."""
+
+    size: int
+    start: Any = None
+    number: Any = None
+    live: Any = None
+    """bool [size]: rows that exist; the others count as 0. None: all."""
+
+    def load(self, x_ref: Any, k0: Array, cols: int, whole_k: bool) -> Array:
+        """bfloat16 [size, 128] from column k0 on; columns from `cols` on count as 0."""
+        mask = None if self.live is None else self.live[:, None]
+        if not whole_k:
+            inside = (k0 + jnp.arange(decode.TILE_K, dtype=jnp.int32) < cols)[None, :]
+            mask = inside if mask is None else mask & inside
+        if self.number is None:
+            at = x_ref.at[(pl.ds(self.start, self.size), pl.ds(k0, decode.TILE_K))]
+        else:
+            at = x_ref.at[grid_index(self.number, k0, decode.TILE_K)]
+        return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
+
+
+def grid_index(rows: Array, first: Array, size: int) -> tuple[Array, Array]:
+    """Indices of rows by number and `size` columns from `first` on, each [rows, size]."""
+    shape = (rows.shape[0], size)
+    cols = first + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.broadcast_to(rows[:, None], shape), cols
 
 
 def accumulate(
@@ -236,45 +279,55 @@ def accumulate(
     rows: int,
     *,
     x_ref: Any,
-    t_of: list[Any],
+    groups: list[Rows],
     first: Any,
     blocks: int,
     cols: int,
     unroll: int,
     target: decode.Target,
 ) -> list[Array]:
-    """Products of weight rows with tiles of 16 activation rows, over some blocks of K.
+    """Products of weight rows with groups of activation rows, over some blocks of K.
 
     Args:
       lead, row, rows: which rows of which matrix.
-      t_of: first activation row of each tile; rows past the end of x count as 0.
+      x_ref: bfloat16 activations [T, K].
       first, blocks: the blocks of K; cols: K without padding. unroll: blocks per iteration.
-    Returns: per tile float32 [rows, 16].
+    Returns: per group float32 [rows, group size].
     """
-    total_rows = x_ref.shape[0]
-
-    def body(i: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
-        for u in range(unroll):
-            accs = one_block(first + i * unroll + u, accs)
-        return accs
 
     def one_block(block: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
         raw = decode.load(fmt, weights, lead, row, rows, block)
         out = list(accs)
         for j, (tile, factor) in enumerate(decode.tiles(fmt, raw, target)):
             k0 = block * fmt.block + decode.TILE_K * j
-            for d, t in enumerate(t_of):
-                live = t + jnp.arange(DOT_ROWS, dtype=jnp.int32) < total_rows
-                mask = live[:, None]
-                if cols % fmt.block:
-                    mask &= (k0 + jnp.arange(decode.TILE_K, dtype=jnp.int32) < cols)[None, :]
-                at = (pl.ds(t, DOT_ROWS), pl.ds(k0, decode.TILE_K))
-                x = plgpu.load(x_ref.at[at], mask=mask, other=0.0)
-                y = jnp.dot(tile, x.T, preferred_element_type=jnp.float32)
-                out[d] = out[d] + (y if factor is None else y * factor[:, None])
+            for g, group in enumerate(groups):
+                x = group.load(x_ref, k0, cols, cols % fmt.block == 0)
+                if factor is None:
+                    out[g] = dot_onto(out[g], tile, x)
+                else:
+                    out[g] += dot_onto(jnp.zeros_like(out[g]), tile, x) * factor[:, None]
         return tuple(out)
 
-    zero = jnp.zeros((rows, DOT_ROWS), jnp.float32)
-    accs = lax.fori_loop(0, blocks // unroll, body, (zero,) * len(t_of))
+    def body(i: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
+        for u in range(unroll):
+            accs = one_block(first + i * unroll + u, accs)
+        return accs
+
+    zeros = tuple(jnp.zeros((rows, g.size), jnp.float32) for g in groups)
+    return list(lax.fori_loop(0, blocks // unroll, body, zeros))
+
+
+def finish(
+    fmt: formats.Format, weights: dict[str, Any], lead: tuple[Any, ...], acc: Array
+) -> Array:
+    """What `accumulate` left out: the power of two of the tiles and the matrix's factor."""
     up = jnp.float32(2.0 ** decode.shift(fmt))
-    return [a * up for a in accs]
+    if "factor" not in weights:
+        return acc * up if decode.shift(fmt) else acc
+    ref = weights["factor"]
+    if len(ref.shape) == len(lead):
+        return acc * (plgpu.load(ref.at[lead]) * up)
+    # Two interleaved matrices, a factor each.
+    a, b = (plgpu.load(ref.at[(*lead, jnp.int32(i))]) * up for i in (0, 1))
+    row = lax.broadcasted_iota(jnp.int32, acc.shape, 0)
+    return acc * jnp.where(row // packing.RUN % 2 == 0, a, b)

@@ -1,36 +1,68 @@
 """Routed experts of a batch of rows: gate, up, clamped SwiGLU, routing weight, down, ordered sum.
 
-Only experts that a live row chose are read. Pairs of (row, slot) are grouped by expert; the sum
-over a row's slots runs in slot order, so a row's bits do not depend on its neighbours.
+Only experts that a live row chose are read. Pairs (row, slot) are grouped by expert; the sum over a
+row's slots runs in slot order, so a row's bits do not depend on its neighbours. Gate and up of an
+expert are one matrix with their rows interleaved (`packing.interleave`), so that one program holds
+both halves of what it activates.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend as backend_lib
-from pallas_kernels import packing
+from pallas_kernels import decode, formats, packing
 from pallas_kernels.backend import Backend
-from pallas_kernels.dense import ROW_TILE, product
-from pallas_kernels.packing import QuantArray
+from pallas_kernels.dense import DOT_ROWS, ROW_TILE, Rows, accumulate, finish, grid_index, product
+from pallas_kernels.packing import RUN, QuantArray
 
 Weights = QuantArray | Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How the two kernels cut their work; see `dense.Tile`.
+
+    Attributes:
+      up_*: the gate-and-up kernel, whose K may not be split. down_*: the down kernel.
+      lanes: experts in flight side by side while there are few rows.
+      wide: one product for all rows of a group (where the matrix unit sums in the same way
+        whatever the width), instead of several of 16.
+    """
+
+    up_rows: int = 64
+    up_unroll: int = 1
+    up_warps: int = 4
+    up_stages: int = 3
+    down_rows: int = 64
+    down_unroll: int = 1
+    down_warps: int = 4
+    down_stages: int = 3
+    down_splits: int = 1
+    lanes: int = 8
+    wide: bool = False
 
 
 def experts(
     x_TM: Array,
     ids_TS: Array,
     weights_TS: Array,
-    w1: Weights,
-    w3: Weights,
+    w13: Weights,
     w2: Weights,
     *,
     layer: int | Array | None = None,
     first_expert: int | Array = 0,
     limit: float,
     backend: Backend,
+    tile: Tile | None = None,
 ) -> Array:
     """sum_s w2[e] (silu(min(w1[e] x, limit)) * clip(w3[e] x, -limit, limit) * weight[s]).
 
@@ -42,61 +74,57 @@ def experts(
         Slots whose id is outside [first_expert, first_expert + E) (padding: negative) add nothing
         and cost nothing.
       weights_TS: float32 routing weights.
-      w1, w3: gate and up, [E, F, M], or [L, E, F, M] with `layer`; w2: down, [E, M, F] likewise.
-        E: the experts held here.
+      w13: gate and up, `packing.interleave(w1, w3)`: [E, 2 F, M], or [L, E, 2 F, M] with `layer`.
+      w2: down, [E, M, F] likewise. E: the experts held here.
       layer: which of L.
       first_expert: number of the first expert held here.
       limit: clamp of the gate (from above) and of up (both sides).
+      tile: overrides the measured or default tile.
     Returns: y_TM float32. The activation is rounded to the dtype of x before w2.
     Raises: ValueError on shapes that disagree; NotImplementedError if `backend` has no kernel for
       these formats or dtypes.
     Source: architecture of DeepSeek-V4, mixture of experts.
     """
     backend = backend_lib.require("experts", backend)
-    _check(x_TM, ids_TS, weights_TS, w1, w3, w2, layer)
+    _check(x_TM, ids_TS, weights_TS, w13, w2, layer)
     if backend == "reference":
         return reference(
-            x_TM,
-            ids_TS,
-            weights_TS,
-            w1,
-            w3,
-            w2,
-            layer=layer,
-            first_expert=first_expert,
-            limit=limit,
+            x_TM, ids_TS, weights_TS, w13, w2, layer=layer, first_expert=first_expert, limit=limit
         )
-    raise NotImplementedError("experts: no kernel")
+    target = backend_lib.target(backend)
+    scalars = jnp.stack([jnp.asarray(0 if layer is None else layer, jnp.int32),
+                         jnp.asarray(first_expert, jnp.int32)])  # fmt: skip
+    return _kernels(
+        x_TM, ids_TS, weights_TS, w13, w2, scalars, layer is not None, limit, target, tile
+    )
 
 
 def _check(
     x_TM: Array,
     ids_TS: Array,
     weights_TS: Array,
-    w1: Weights,
-    w3: Weights,
+    w13: Weights,
     w2: Weights,
     layer: int | Array | None,
 ) -> None:
     lead = 2 if layer is not None else 1
-    if not len(w1.shape) == len(w3.shape) == len(w2.shape) == lead + 2:
+    if not len(w13.shape) == len(w2.shape) == lead + 2:
         raise ValueError(
-            f"experts: w1 {list(w1.shape)}, w3 {list(w3.shape)} and w2 {list(w2.shape)} need"
+            f"experts: w13 {list(w13.shape)} and w2 {list(w2.shape)} need"
             f" {'[L, E, N, K]' if lead == 2 else '[E, N, K]'}"
         )
-    f, m = w1.shape[-2:]
+    m, f = w2.shape[-2:]
     ok = (
         x_TM.shape[1:] == (m,)
-        and w3.shape == w1.shape
-        and w2.shape == (*w1.shape[:-2], m, f)
+        and w13.shape == (*w2.shape[:-2], 2 * f, m)
         and ids_TS.shape == weights_TS.shape
         and ids_TS.shape[0] == x_TM.shape[0]
+        and f % RUN == 0
     )
     if not ok:
         raise ValueError(
             f"experts: shapes do not fit: x {list(x_TM.shape)}, ids {list(ids_TS.shape)}, weights"
-            f" {list(weights_TS.shape)}, w1 {list(w1.shape)}, w3 {list(w3.shape)}, w2"
-            f" {list(w2.shape)}"
+            f" {list(weights_TS.shape)}, w13 {list(w13.shape)}, w2 {list(w2.shape)}"
         )
 
 
@@ -106,12 +134,43 @@ def activate(gate: Array, up: Array, weight: Array, *, limit: float) -> Array:
     return gate * jax.nn.sigmoid(gate) * jnp.clip(up, -limit, limit) * weight
 
 
+class Groups(NamedTuple):
+    """Live pairs in tiles of one expert each; the first `used` tiles are in use."""
+
+    used: Array  # int32 scalar
+    expert: Array  # int32 [tiles], number among the experts held here
+    pair: Array  # int32 [tiles, rows]; row * slots + slot, or the number of pairs where empty
+
+
+def group(ids_TS: Array, first_expert: int | Array, num: int, rows: int) -> Groups:
+    """Pairs sorted by expert (else in their own order) and cut into tiles of `rows`."""
+    pairs = ids_TS.size
+    local = ids_TS.reshape(-1) - first_expert
+    local = jnp.where((local >= 0) & (local < num), local, num)
+    order = jnp.argsort(local, stable=True).astype(jnp.int32)
+    count = jnp.bincount(local, length=num + 1)[:num].astype(jnp.int32)
+    end = jnp.cumsum(count, dtype=jnp.int32)
+    tiles_end = jnp.cumsum((count + rows - 1) // rows, dtype=jnp.int32)
+    tile = jnp.arange(max_tiles(pairs, num, rows), dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(tiles_end, tile, side="right"), num - 1).astype(jnp.int32)
+    before = jnp.where(expert > 0, tiles_end[expert - 1], 0)
+    start = end[expert] - count[expert] + (tile - before) * rows
+    at = start[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
+    live = (at < end[expert][:, None]) & (tile < tiles_end[-1])[:, None]
+    pair = jnp.where(live, order[jnp.minimum(at, pairs - 1)], pairs)
+    return Groups(tiles_end[-1], expert, pair)
+
+
+def max_tiles(pairs: int, num: int, rows: int) -> int:
+    """Largest number of tiles that `pairs` pairs over `num` experts can need."""
+    return min(pairs, num) + pairs // rows if pairs >= rows else min(pairs, num)
+
+
 def reference(
     x_TM: Array,
     ids_TS: Array,
     weights_TS: Array,
-    w1: Weights,
-    w3: Weights,
+    w13: Weights,
     w2: Weights,
     *,
     layer: int | Array | None = None,
@@ -119,14 +178,9 @@ def reference(
     limit: float,
 ) -> Array:
     """The definition: live pairs sorted by expert, tiles of eight rows of one expert."""
-    slots, num = ids_TS.shape[1], w1.shape[-3]
+    slots, num, f = ids_TS.shape[1], w2.shape[-3], w2.shape[-1]
     pairs = ids_TS.size
-    local = ids_TS.reshape(-1) - first_expert
-    local = jnp.where((local >= 0) & (local < num), local, num)
-    order = jnp.argsort(local, stable=True).astype(jnp.int32)
-    count = jnp.bincount(local, length=num + 1)[:num].astype(jnp.int32)
-    end = jnp.cumsum(count, dtype=jnp.int32)
-    tiles_end = jnp.cumsum((count + ROW_TILE - 1) // ROW_TILE, dtype=jnp.int32)
+    groups = group(ids_TS, first_expert, num, ROW_TILE)
 
     def of(w: Weights, expert: Array) -> Array:
         if layer is not None:
@@ -136,21 +190,18 @@ def reference(
         return jnp.asarray(w[expert])
 
     def tile(i: Array, out: Array) -> Array:
-        expert = jnp.searchsorted(tiles_end, i, side="right").astype(jnp.int32)
-        before = jnp.where(expert > 0, tiles_end[expert - 1], 0)
-        start = end[expert] - count[expert] + (i - before) * ROW_TILE
-        at = start + jnp.arange(ROW_TILE, dtype=jnp.int32)
-        pair = jnp.where(at < end[expert], order[jnp.minimum(at, pairs - 1)], pairs)
-        row = jnp.minimum(pair // slots, x_TM.shape[0] - 1)
-        weight = weights_TS.reshape(-1)[jnp.minimum(pair, pairs - 1)][:, None]
-        x = x_TM[row]
-        gate, up = product(x, of(w1, expert)), product(x, of(w3, expert))
+        expert, pair = groups.expert[i], groups.pair[i]
+        real = jnp.minimum(pair, pairs - 1)
+        weight = weights_TS.reshape(-1)[real][:, None]
+        gate_up = product(x_TM[real // slots], of(w13, expert))
+        gate_up = gate_up.reshape(ROW_TILE, f // RUN, 2, RUN)
+        gate, up = (gate_up[:, :, i].reshape(ROW_TILE, f) for i in (0, 1))
         h = activate(gate, up, weight, limit=limit).astype(x_TM.dtype)
         return out.at[pair].set(product(h, of(w2, expert)))
 
     # The last row takes what fills up tiles.
     out = jnp.zeros((pairs + 1, x_TM.shape[1]), jnp.float32)
-    out = lax.fori_loop(jnp.int32(0), tiles_end[-1], tile, out)
+    out = lax.fori_loop(jnp.int32(0), groups.used, tile, out)
     return combine(out[:pairs].reshape(*ids_TS.shape, -1))
 
 
@@ -160,3 +211,244 @@ def combine(out_TSM: Array) -> Array:
     for s in range(1, out_TSM.shape[1]):
         y = y + out_TSM[:, s]
     return y
+
+
+# --- The kernels ---
+
+
+def _kernels(
+    x_TM: Array,
+    ids_TS: Array,
+    weights_TS: Array,
+    w13: Weights,
+    w2: Weights,
+    scalars: Array,
+    stacked: bool,
+    limit: float,
+    target: decode.Target,
+    tile: Tile | None,
+) -> Array:
+    for w in (w13, w2):
+        if not isinstance(w, QuantArray) or w.format not in decode.DECODABLE:
+            what = f"format {w.format}" if isinstance(w, QuantArray) else f"{w.dtype} weights"
+            raise NotImplementedError(f"experts: no kernel for {what}")
+    assert isinstance(w13, QuantArray) and isinstance(w2, QuantArray)
+    if x_TM.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"experts: the kernel takes bfloat16 rows, not {x_TM.dtype}")
+    tile = tile or backend_lib.tile("experts", Tile(), key=f"{w13.format}+{w2.format}")
+    (t, slots), num, f, m = ids_TS.shape, w2.shape[-3], w2.cols, w2.rows
+    if slots > 8:
+        raise NotImplementedError(f"experts: the kernel takes at most 8 slots, not {slots}")
+    pairs = t * slots
+    few = t <= DOT_ROWS
+    if few:
+        rows = DOT_ROWS
+        routes: tuple[Array, ...] = (ids_TS, weights_TS)
+        tiles = min(tile.lanes, pairs)
+    else:
+        rows = _group_rows(pairs, num)
+        groups = group(ids_TS, scalars[1], num, rows)
+        tiles = groups.expert.shape[0]
+        routes = (groups.used.reshape(1), groups.expert, groups.pair, weights_TS.reshape(-1))
+    common = _Common(
+        few=few, t=t, slots=slots, num=num, rows=rows, stacked=stacked, target=target,
+        dot_rows=rows if tile.wide else DOT_ROWS,
+    )  # fmt: skip
+    h = _call(
+        "experts_up", common, w13, x_TM, scalars, routes, out_dtype=x_TM.dtype, limit=limit,
+        shape=(pairs, f), tiles=tiles, n=tile.up_rows, unroll=tile.up_unroll, splits=1,
+        num_warps=tile.up_warps, num_stages=tile.up_stages,
+    )  # fmt: skip
+    out = _call(
+        "experts_down", common, w2, h, scalars, routes, out_dtype=jnp.float32, limit=None,
+        shape=(tile.down_splits, pairs, m), tiles=tiles, n=tile.down_rows,
+        unroll=tile.down_unroll, splits=tile.down_splits, num_warps=tile.down_warps,
+        num_stages=tile.down_stages,
+    )  # fmt: skip
+    total = out[0]
+    for s in range(1, tile.down_splits):
+        total = total + out[s]
+    local = ids_TS - scalars[1]
+    live = (local >= 0) & (local < num)
+    # Slots that are not live were never written.
+    return combine(jnp.where(live[:, :, None], total.reshape(t, slots, m), 0.0))
+
+
+def _group_rows(pairs: int, num: int) -> int:
+    """Rows of a group: about what an expert gets on average, 16 to 128."""
+    rows = DOT_ROWS
+    while rows < 128 and rows * num < pairs:
+        rows *= 2
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Common:
+    few: bool
+    t: int
+    slots: int
+    num: int
+    rows: int
+    dot_rows: int
+    stacked: bool
+    target: decode.Target
+
+
+def _call(
+    name: str,
+    common: _Common,
+    w: QuantArray,
+    x: Array,
+    scalars: Array,
+    routes: tuple[Array, ...],
+    *,
+    out_dtype: Any,
+    limit: float | None,
+    shape: tuple[int, ...],
+    tiles: int,
+    n: int,
+    unroll: int,
+    splits: int,
+    num_warps: int,
+    num_stages: int,
+) -> Array:
+    fmt = formats.get(w.format)
+    step = fmt.block * unroll * splits
+    if w.rows % n or fmt.padded(w.cols) % step:
+        raise NotImplementedError(
+            f"{name}: {w.format} [{w.rows}, {w.cols}] needs N a multiple of {n} and K of {step}"
+        )
+    kernel = functools.partial(
+        _kernel, c=common, fmt=fmt, names=packing.fields_of(w), n=n, unroll=unroll, splits=splits,
+        cols=w.cols, limit=limit,
+    )  # fmt: skip
+    y: Array = backend_lib.pallas(
+        kernel,
+        name=f"{name}_{w.format}",
+        grid=(w.rows // n, tiles, splits),
+        out_shape=jax.ShapeDtypeStruct(shape, out_dtype),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        interpret=common.target == "interpret",
+    )(scalars, *routes, x, *w.arrays())
+    return y
+
+
+class _Part(NamedTuple):
+    """Rows of one product: what to read, where to write."""
+
+    hit: Array  # bool [rows]
+    row: Array  # int32 [rows], activation row; anything valid where not hit
+    pair: Array  # int32 [rows], row * slots + slot; past the end where not hit
+    weight: Array  # float32 [rows]
+
+
+def _kernel(
+    *refs: Any,
+    c: _Common,
+    fmt: formats.Format,
+    names: list[str],
+    n: int,
+    unroll: int,
+    splits: int,
+    cols: int,
+    limit: float | None,
+) -> None:
+    scalars_ref, *others = refs
+    num_routes = 2 if c.few else 4
+    routes, (x_ref, *weight_refs, out_ref) = others[:num_routes], others[num_routes:]
+    weights = dict(zip(names, weight_refs, strict=True))
+    # Read here: emulation knows program numbers at the top level only.
+    column, turn, split = (pl.program_id(i) for i in range(3))
+    n0 = column * n
+    blocks = fmt.padded(cols) // (fmt.block * splits)
+    layer = plgpu.load(scalars_ref.at[jnp.int32(0)])
+
+    def run(expert: Array, parts: list[_Part]) -> None:
+        lead = (layer, expert) if c.stacked else (expert,)
+        totals = accumulate(
+            fmt, weights, lead, n0, n, x_ref=x_ref, first=split * blocks, blocks=blocks,
+            groups=[
+                Rows(size=c.dot_rows, number=p.pair if limit is None else p.row, live=p.hit)
+                for p in parts
+            ],
+            cols=cols, unroll=unroll, target=c.target,
+        )  # fmt: skip
+        for part, acc in zip(parts, totals, strict=True):
+            y = finish(fmt, weights, lead, acc)
+            if limit is not None:
+                y = _activated(y, part.weight, limit)
+            width = y.shape[0]
+            at: tuple[Any, ...] = grid_index(part.pair, column * width, width)
+            mask = jnp.broadcast_to(part.hit[:, None], at[0].shape)
+            if limit is None:
+                at = (jnp.broadcast_to(split, at[0].shape), *at)
+            plgpu.store(out_ref.at[at], y.T.astype(out_ref.dtype), mask=mask)
+
+    if c.few:
+        first = plgpu.load(scalars_ref.at[jnp.int32(1)])
+        _few(c, routes, first, turn, pl.num_programs(1), run)
+    else:
+        _grouped(c, routes, turn, run)
+
+
+def _activated(total: Array, weight: Array, limit: float) -> Array:
+    """[2 n, rows] with gate and up in runs of eight -> [n, rows]."""
+    n2, rows = total.shape
+    both = total.reshape(n2 // (2 * RUN), 2, RUN, rows)
+    is_up = lax.broadcasted_iota(jnp.int32, both.shape, 1) == 1
+    gate = jnp.sum(jnp.where(is_up, 0.0, both), axis=1)
+    up = jnp.sum(jnp.where(is_up, both, 0.0), axis=1)
+    return activate(gate, up, weight[None, None, :], limit=limit).reshape(n2 // 2, rows)
+
+
+def _few(c: _Common, routes: list[Any], first: Array, turn: Array, turns: Array, run: Any) -> None:
+    """At most 16 rows: a group is an expert and all its rows; each program finds its own groups."""
+    ids_ref, weights_ref = routes
+    row = lax.broadcasted_iota(jnp.int32, (DOT_ROWS, 8), 0)
+    slot = lax.broadcasted_iota(jnp.int32, (DOT_ROWS, 8), 1)
+    inside = (row < c.t) & (slot < c.slots)
+    at = (jnp.minimum(row, c.t - 1), jnp.minimum(slot, c.slots - 1))
+    local = plgpu.load(ids_ref.at[at], mask=inside, other=-1) - first
+    weight = plgpu.load(weights_ref.at[at], mask=inside, other=0.0)
+    valid = inside & (local >= 0) & (local < c.num)
+    flat, live = local.reshape(DOT_ROWS * 8), valid.reshape(DOT_ROWS * 8)
+    number = jnp.arange(DOT_ROWS * 8, dtype=jnp.int32)
+    earlier = number[None, :] < number[:, None]
+    same = (flat[None, :] == flat[:, None]) & live[None, :] & earlier
+    leads = live & (jnp.max(same.astype(jnp.int32), axis=1) == 0)
+    rank = jnp.sum((earlier & leads[None, :]).astype(jnp.int32), axis=1)
+    count = jnp.sum(leads.astype(jnp.int32))
+
+    def one(i: Array) -> Array:
+        expert = jnp.sum(jnp.where(leads & (rank == i), flat, 0))
+        match = valid & (local == expert)
+        own = jnp.arange(DOT_ROWS, dtype=jnp.int32)
+        pair = own * c.slots + jnp.sum(jnp.where(match, slot, 0), axis=1)
+        hit = jnp.max(match.astype(jnp.int32), axis=1) == 1
+        part = _Part(
+            hit=hit,
+            row=jnp.where(hit, own, 0),
+            pair=jnp.where(hit, pair, c.t * c.slots),
+            weight=jnp.sum(jnp.where(match, weight, 0.0), axis=1),
+        )
+        run(expert, [part])
+        return i + turns
+
+    lax.while_loop(lambda i: i < count, one, turn)
+
+
+def _grouped(c: _Common, routes: list[Any], i: Array, run: Any) -> None:
+    """Groups made beforehand, one a program."""
+    count_ref, expert_ref, pair_ref, weight_ref = routes
+
+    @pl.when(i < plgpu.load(count_ref.at[jnp.int32(0)]))
+    def _() -> None:
+        parts = []
+        for start in range(0, c.rows, c.dot_rows):
+            pair = plgpu.load(pair_ref.at[i, pl.ds(start, c.dot_rows)])
+            hit = pair < c.t * c.slots
+            row = jnp.where(hit, pair // c.slots, 0)
+            weight = plgpu.load(weight_ref.at[pair], mask=hit, other=0.0)
+            parts.append(_Part(hit=hit, row=row, pair=pair, weight=weight))
+        run(plgpu.load(expert_ref.at[i]), parts)

@@ -42,7 +42,8 @@ class QuantArray:
       mins: int32 [..., G, N]; minima of q4_k, None elsewhere.
       supers: int32 [..., K/256, N]; float16 `d` and, above it, `dmin` of a K format's super-block.
       books: bfloat16 [..., 2, levels]; code books of the mix formats.
-      factor: float32 [...]; a factor of the whole matrix (nvfp4 only), 1 if the file has none.
+      factor: float32 [...]; a factor of the whole matrix (nvfp4 only), 1 if the file has none. One
+        more axis of 2 for two matrices joined by `interleave`.
       format: name of the format.
       rows: N.
       cols: K, without padding.
@@ -88,6 +89,11 @@ class QuantArray:
             f: None if getattr(self, f) is None else fn(getattr(self, f)) for f in FIELDS
         }
         return dataclasses.replace(self, **new)
+
+
+def fields_of(q: QuantArray) -> list[str]:
+    """Names of the arrays present, in the order of `QuantArray.arrays`."""
+    return [f for f in FIELDS if getattr(q, f) is not None]
 
 
 def index(q: QuantArray, i: Any) -> QuantArray:
@@ -169,6 +175,53 @@ def abstract(format: str, lead: Sequence[int], rows: int, cols: int) -> QuantArr
     )
 
 
+RUN = 8
+"""Rows that follow each other from one matrix where two are interleaved."""
+
+
+def interleave(a: Any, b: Any) -> Any:
+    """Two matrices [..., N, K] as one [..., 2 N, K]: eight rows of `a`, eight of `b`, and so on.
+
+    Args: a, b: QuantArrays of one format (mix formats: with equal code books), or plain arrays.
+    Raises: ValueError if they differ in kind or shape, or N is no multiple of 8.
+    """
+    same = type(a) is type(b) and a.shape == b.shape
+    if not same or a.shape[-2] % RUN or (isinstance(a, QuantArray) and a.format != b.format):
+        raise ValueError(
+            f"interleave: {_kind(a)} and {_kind(b)} must be alike, with rows a multiple of {RUN}"
+        )
+    if not isinstance(a, QuantArray):
+        return _interleave_rows(a, b, -2)
+    new: dict[str, Any] = {"codes": _interleave_rows(a.codes, b.codes, -2), "rows": 2 * a.rows}
+    for name in ("scales", "mins", "supers"):
+        x, y = getattr(a, name), getattr(b, name)
+        if x is not None and formats.get(a.format).scale == "tile":
+            x, y = (_namespace(s).repeat(s, tile_rows(a) // RUN, -1) for s in (x, y))
+            x, y = (s[..., : a.rows // RUN] for s in (x, y))
+            new[name] = _namespace(x).stack([x, y], -1).reshape(*x.shape[:-1], -1)
+        elif x is not None:
+            new[name] = _interleave_rows(x, y, -1)
+    if a.factor is not None:
+        new["factor"] = _namespace(a.factor).stack([a.factor, b.factor], -1)
+    return dataclasses.replace(a, **new)
+
+
+def _kind(a: Any) -> str:
+    return f"{getattr(a, 'format', getattr(a, 'dtype', type(a)))} {list(a.shape)}"
+
+
+def _interleave_rows(a: Array, b: Array, axis: int) -> Array:
+    at = a.ndim + axis
+    x, y = (m.reshape(*m.shape[:at], -1, RUN, *m.shape[at + 1 :]) for m in (a, b))
+    return _namespace(a).stack([x, y], at + 1).reshape(*a.shape[:at], -1, *a.shape[at + 1 :])
+
+
+def tile_rows(q: QuantArray) -> int:
+    """Rows that share a tile scale: 128, or 8 in interleaved matrices."""
+    count = q.scales.shape[-1]
+    return 128 if count == -(-q.rows // 128) else int(q.rows // count)
+
+
 def nbytes(format: str, lead: Sequence[int], rows: int, cols: int) -> int:
     """Bytes on the device of matrices [*lead, rows, cols] in `format`."""
     return abstract(format, lead, rows, cols).nbytes
@@ -230,7 +283,7 @@ def pack(
     _check_side(fmt, side, packed.shape[:-2], rows, cols)
     parts = _SPLIT[format](xp, fmt, packed, side)
     pad = fmt.padded(cols) - cols
-    if fmt.planes:
+    if fmt.layout:
         codes = _words(xp, fmt, _pad_last(xp, parts.pop("codes"), pad))
     else:
         codes = _iq2_words(xp, parts.pop("codes"), pad // 32)
@@ -305,21 +358,24 @@ def _as_int32(a: Array) -> Array:
 
 def _words(xp: Any, fmt: Format, codes: Array) -> Array:
     """uint8 codes [..., N, K] (K whole blocks) -> int32 [..., N, W] in the layout of `formats`."""
+    layout = _layout(fmt)
     lead = codes.shape[:-1]
-    planes = []
-    for plane in fmt.planes:
-        groups = fmt.block // (fmt.sub * plane.per_half)
-        c = codes.reshape(*lead, -1, groups, plane.per_half, fmt.group_words, 2)
-        word: Array = None
-        for f, runs in enumerate(plane.fields):
-            for half in (0, 1):
-                code = _u32(xp, c[..., f, :, half])
-                for low, n, pos in runs:
-                    bits = (code >> xp.uint32(plane.first_bit + low)) & xp.uint32((1 << n) - 1)
-                    term = bits << xp.uint32(pos + 16 * half)
-                    word = term if word is None else word | term
-        planes.append(word.reshape(*word.shape[:-2], -1))
-    return _as_int32(xp.concatenate(planes, -1).reshape(*lead, -1))
+    c = codes.reshape(*lead, -1, len(layout.fields), fmt.group_words, 2)
+    words: list[Array] = [None] * layout.words
+    for f, runs in enumerate(layout.fields):
+        for half in (0, 1):
+            code = _u32(xp, c[..., f, :, half])
+            for w, low, n, pos in runs:
+                bits = (code >> xp.uint32(low)) & xp.uint32((1 << n) - 1)
+                term = bits << xp.uint32(pos + 16 * half)
+                words[w] = term if words[w] is None else words[w] | term
+    return _as_int32(xp.stack(words, -2).reshape(*lead, -1))
+
+
+def _layout(fmt: Format) -> formats.Layout:
+    if fmt.layout is None:
+        raise ValueError(f"{fmt.name} has no field layout")
+    return fmt.layout
 
 
 def _iq2_words(xp: Any, pairs: Array, pad: int) -> Array:
@@ -608,7 +664,11 @@ def unpack(q: QuantArray, dtype: Any = jnp.float32) -> Array:
     fmt = formats.get(q.format)
     weights = _WEIGHTS[q.format](q, fmt)
     if q.factor is not None:
-        weights = weights * q.factor[..., None, None]
+        factor = q.factor[..., None, None]
+        if q.factor.ndim > len(q.lead):
+            runs = jnp.repeat(q.factor, RUN, -1)
+            factor = jnp.tile(runs, q.rows // (2 * RUN))[..., None]
+        weights = weights * factor
     return weights[..., : q.cols].astype(dtype)
 
 
@@ -634,31 +694,20 @@ def take_rows(q: QuantArray, rows_T: Array, dtype: Any = jnp.float32) -> Array:
 
 def _codes(q: QuantArray, fmt: Format) -> Array:
     """uint32 codes [..., N, padded K]."""
+    layout = _layout(fmt)
     words = jax.lax.bitcast_convert_type(q.codes, jnp.uint32)
-    words = words.reshape(*words.shape[:-1], -1, fmt.block_words)
-    total: jax.Array | None = None
-    start = 0
-    for plane in fmt.planes:
-        groups = fmt.block // (fmt.sub * plane.per_half)
-        part = words[..., start : start + groups * fmt.group_words]
-        start += groups * fmt.group_words
-        part = part.reshape(*part.shape[:-1], groups, fmt.group_words)
-        fields = []
-        for runs in plane.fields:
-            halves = []
-            for half in (0, 1):
-                code = jnp.zeros((), jnp.uint32)
-                for low, n, pos in runs:
-                    bits = (part >> jnp.uint32(pos + 16 * half)) & jnp.uint32((1 << n) - 1)
-                    code = code | bits << jnp.uint32(low)
-                halves.append(code)
-            fields.append(jnp.stack(halves, -1))
-        codes = jnp.stack(fields, -3) << jnp.uint32(plane.first_bit)
-        codes = codes.reshape(*words.shape[:-2], -1)
-        total = codes if total is None else total | codes
-    if total is None:
-        raise ValueError(f"{fmt.name} has no code planes")
-    return total
+    words = words.reshape(*words.shape[:-1], -1, layout.words, fmt.group_words)
+    fields = []
+    for runs in layout.fields:
+        halves = []
+        for half in (0, 1):
+            code = jnp.zeros((), jnp.uint32)
+            for w, low, n, pos in runs:
+                bits = (words[..., w, :] >> jnp.uint32(pos + 16 * half)) & jnp.uint32((1 << n) - 1)
+                code = code | bits << jnp.uint32(low)
+            halves.append(code)
+        fields.append(jnp.stack(halves, -1))
+    return jnp.stack(fields, -3).reshape(*words.shape[:-3], -1)
 
 
 def _scale_bytes(words: jax.Array) -> Array:
@@ -838,7 +887,7 @@ def _weights_hf_fp8(q: QuantArray, fmt: Format) -> Array:
     e, m = (codes >> jnp.uint32(3)) & jnp.uint32(15), codes & jnp.uint32(7)
     normal = _float_bits((e + jnp.uint32(120)) << jnp.uint32(23) | m << jnp.uint32(20))
     level = _signed(codes, 7, jnp.where(e == 0, m.astype(jnp.float32) * 2.0**-9, normal))
-    scale = jnp.repeat(jnp.swapaxes(q.scales, -1, -2), 128, -2)[..., : q.rows, :]
+    scale = jnp.repeat(jnp.swapaxes(q.scales, -1, -2), tile_rows(q), -2)[..., : q.rows, :]
     return _flat(_grouped(level, 128) * scale[..., None], 2)
 
 

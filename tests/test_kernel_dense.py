@@ -28,7 +28,9 @@ def weights(name: str, shape: tuple[int, ...], seed: int = 0) -> packing.QuantAr
     *lead, cols = shape
     rng = np.random.default_rng(seed)
     size = (*lead, packing.row_bytes(name, cols))
-    return packing.pack(name, rng.integers(0x38, 0x48, size, dtype=np.uint8))
+    low = 0x78 if name == "mxfp4" else 0x38
+    data = rng.integers(low, low + 16, size, dtype=np.uint8)
+    return packing.pack(name, data).map(jnp.asarray)
 
 
 def rows(t: int, k: int, seed: int = 1) -> npt.NDArray[np.float32]:

@@ -46,18 +46,19 @@ def batch(t: int, experts_: int, slots: int, seed: int = 0) -> tuple[Any, Any]:
     return ids, rng.uniform(0.1, 1.5, ids.shape).astype(np.float32)
 
 
-def packed(kind: tuple[str, str], e: int, f: int, m: int) -> tuple[packing.QuantArray, ...]:
-    """Gate, up and down of `e` experts."""
-    return (
-        weights(kind[0], (e, f, m), 1),
-        weights(kind[0], (e, f, m), 2),
-        weights(kind[1], (e, m, f), 3),
-    )
+def packed(
+    kind: tuple[str, str], e: int, f: int, m: int, seed: int = 0
+) -> tuple[tuple[packing.QuantArray, packing.QuantArray], list[npt.NDArray[np.float32]]]:
+    """Gate-and-up and down of `e` experts, and the three plain matrices."""
+    w1, w3 = (weights(kind[0], (e, f, m), seed + i) for i in (1, 2))
+    w2 = weights(kind[1], (e, m, f), seed + 3)
+    plain = [np.asarray(packing.unpack(a)) for a in (w1, w3, w2)]
+    return (packing.interleave(w1, w3), w2), plain
 
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_reference_against_numpy(first: int) -> None:
-    q = packed(("rocmfp2_s40", "rocmfp3"), 5, 32, 64)
+    q, plain = packed(("rocmfp2_s40", "rocmfp3"), 5, 32, 64)
     x = rows(13, 64) * 0.02
     ids, route = batch(13, 9, 3)
     ids[4] = -1
@@ -66,13 +67,12 @@ def test_reference_against_numpy(first: int) -> None:
             x, ids, route, *q, first_expert=first, limit=LIMIT, backend="reference"
         )
     )(x, ids, route)
-    plain = [np.asarray(packing.unpack(a)) for a in q]
     close(got, oracle(x, ids, route, *plain, first=first), 1e-5)
     assert not np.asarray(got)[4].any()
 
 
 def test_reference_rows_do_not_depend_on_their_neighbours() -> None:
-    q = packed(("mxfp4", "mxfp4"), 6, 64, 32)
+    q, _ = packed(("mxfp4", "mxfp4"), 6, 64, 32)
     x = rows(40, 32) * 0.02
     ids, route = batch(40, 6, 2)
     run = jax.jit(
@@ -85,8 +85,7 @@ def test_reference_rows_do_not_depend_on_their_neighbours() -> None:
 
 
 def test_layers_of_a_stack() -> None:
-    parts = [packed(("rocmfp4", "rocmfp4"), 3, 32, 32), packed(("rocmfp4", "rocmfp4"), 3, 32, 32)]
-    parts[1] = tuple(p.map(lambda a: a ^ 0x01010101) for p in parts[1])
+    parts = [packed(("rocmfp4", "rocmfp4"), 3, 32, 32, seed)[0] for seed in (0, 10)]
     stacked = [packing.stack(p) for p in zip(*parts, strict=True)]
     x = rows(8, 32) * 0.02
     ids, route = batch(8, 3, 2)
@@ -98,7 +97,7 @@ def test_layers_of_a_stack() -> None:
 
 
 def test_shapes_that_disagree_are_named() -> None:
-    q = packed(("rocmfp4", "rocmfp4"), 3, 32, 64)
+    q, _ = packed(("rocmfp4", "rocmfp4"), 3, 32, 64)
     ids, route = batch(8, 3, 2)
     with pytest.raises(ValueError, match="shapes do not fit: x \\[8, 32\\]"):
         experts.experts(jnp.zeros((8, 32)), ids, route, *q, limit=LIMIT, backend="reference")
