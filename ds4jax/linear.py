@@ -117,29 +117,55 @@ def routed_experts(
             x_TM, ids_TK, weights_TK, w1, w3, w2,
             layer=layer, first_expert=first_expert, limit=limit, backend=backend,
         )  # fmt: skip
-    w1_EFM, w3_EFM, w2_EMF = _entry(w1_EFM), _entry(w3_EFM), _entry(w2_EMF)
-    owned = jax.tree.leaves(w1_EFM)[0].shape[0]
-
-    def one(x_1M: Array, expert: Array, weight: Array) -> Array:
-        w1, w3, w2 = jax.tree.map(lambda a: a[expert], (w1_EFM, w3_EFM, w2_EMF))
-        g = matmul(x_1M, w1, backend=backend, out_dtype=F32)
-        u = matmul(x_1M, w3, backend=backend, out_dtype=F32)
-        h = norm.silu(jnp.minimum(g, limit)) * jnp.clip(u, -limit, limit) * weight
-        return matmul(h.astype(x_1M.dtype), w2, backend=backend, out_dtype=F32)[0]
+    owned, inner = (w1_EFM.stack if isinstance(w1_EFM, Stacked) else w1_EFM).shape[-3:-1]
 
     def slot(j: Array, y: Array) -> Array:
         t, k = j // ids_TK.shape[1], j % ids_TK.shape[1]
         expert = ids_TK[t, k] - first_expert
         x = lax.dynamic_slice_in_dim(x_TM, t, 1)
         live = (expert >= 0) & (expert < owned)
-        add = lax.cond(
-            live,
-            lambda: one(x, jnp.clip(expert, 0, owned - 1), weights_TK[t, k]),
-            lambda: jnp.zeros((x_TM.shape[1],), F32),
-        )
-        return y.at[t].add(add)
+        e = jnp.clip(expert, 0, owned - 1)
+
+        def hidden() -> Array:
+            g, u = _expert_product(x, w1_EFM, e), _expert_product(x, w3_EFM, e)
+            h = norm.silu(jnp.minimum(g, limit)) * jnp.clip(u, -limit, limit) * weights_TK[t, k]
+            return h.astype(x_TM.dtype)
+
+        def add(h: Array) -> Array:
+            row = lax.dynamic_slice_in_dim(y, t, 1) + _expert_product(h, w2_EMF, e)
+            return lax.dynamic_update_slice_in_dim(y, row, t, 0)
+
+        # Two conditions, since what lies between two products is computed again for every output
+        # if it is not a result of its own.
+        h = lax.cond(live, hidden, lambda: jnp.zeros((1, inner), x_TM.dtype))
+        return lax.cond(live, lambda: add(h), lambda: y)
 
     return lax.fori_loop(jnp.int32(0), jnp.int32(ids_TK.size), slot, jnp.zeros(x_TM.shape, F32))
+
+
+def _expert_product(x_1K: Array, w_ENK: Any, expert: Array) -> Array:
+    """x @ w[expert]^T, float32 [1, N], without a copy of w[expert] where it is a plain array.
+
+    XLA's CPU products read whole buffers only: a matrix chosen by number is copied first, which
+    costs more than the product. Element-wise operations fuse with the slices they read, so K is cut
+    into a few parts whose products are added element by element, and a sum over one part remains.
+    """
+    w, lead = w_ENK, (expert,)
+    if isinstance(w, Stacked):
+        w, lead = w.stack, (w.layer, expert)
+    if not isinstance(w, Array):
+        for i in lead:
+            w = packing.index(w, i)
+        return matmul(x_1K, w, backend="reference", out_dtype=F32)
+    n, k = w.shape[-2:]
+    parts = next(p for p in (8, 4, 2, 1) if k % p == 0 and (k // p >= 16 or p == 1))
+    width = k // parts
+    total = jnp.zeros((n, width), F32)
+    for start in range(0, k, width):
+        at = (*lead, jnp.int32(0), jnp.int32(start))
+        part = lax.dynamic_slice(w, at, (1,) * len(lead) + (n, width)).reshape(n, width)
+        total += part.astype(F32) * x_1K[:, start : start + width].astype(F32)
+    return matmul(jnp.ones((1, width), F32), total, backend="reference", out_dtype=F32)
 
 
 def all_experts(
