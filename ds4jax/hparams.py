@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ds4jax import tensors
-from ds4jax.config import ConfigError, DraftConfig, ModelConfig
+from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.errors import Problem, printable
 
 ARCHITECTURE = "deepseek4"
@@ -57,7 +56,7 @@ _CONTRADICTS = "use a file of a DeepSeek-V4 model that a current converter wrote
 # --- values -----------------------------------------------------------------------------------
 
 
-def _int(value: Any) -> int | None:
+def to_int(value: Any) -> int | None:
     """An integer of any width, or None."""
     if isinstance(value, (bool, np.bool_)):
         return None
@@ -79,12 +78,12 @@ def _float(value: Any) -> float | None:
     return float(str(single)) if float(single) == number else number
 
 
-def _ints(value: Any) -> tuple[int, ...] | None:
+def to_ints(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, np.ndarray):
         value = value[: MAX_LAYERS + 64].tolist()
     if not isinstance(value, list):
         return None
-    numbers = [_int(x) for x in value[: MAX_LAYERS + 64]]
+    numbers = [to_int(x) for x in value[: MAX_LAYERS + 64]]
     return None if any(n is None for n in numbers) else tuple(n for n in numbers if n is not None)
 
 
@@ -100,10 +99,10 @@ def _floats(value: Any) -> tuple[float, ...] | None:
     return None if any(n is None for n in numbers) else tuple(n for n in numbers if n is not None)
 
 
-_MISSING = object()
+MISSING = object()
 
 
-class _Source:
+class Source:
     """Typed look-ups in one mapping, under several spellings, with every failure recorded."""
 
     def __init__(self, values: Mapping[str, Any], reading: Reading, prefix: str = "") -> None:
@@ -129,7 +128,7 @@ class _Source:
         keys: tuple[str, ...],
         convert: Callable[[Any], Any],
         kind: str,
-        default: Any = _MISSING,
+        default: Any = MISSING,
     ) -> Any:
         """The first spelling present; the default, with a note, if none is; None if unusable."""
         for key in keys:
@@ -141,18 +140,18 @@ class _Source:
             if result is None:
                 self.add(key, repr(value)[:80], kind)
             return result
-        if default is _MISSING:
+        if default is MISSING:
             self.add(keys[0], "no such key", kind, "the file lacks a size of the model")
             return None
         if default is not None:
             self.note(f"{keys[0]} is not in the file; {default} is assumed")
         return default
 
-    def integer(self, name: str, *keys: str, default: Any = _MISSING) -> Any:
+    def integer(self, name: str, *keys: str, default: Any = MISSING) -> Any:
         """An integer field."""
-        return self.get(name, keys, _int, "an integer", default)
+        return self.get(name, keys, to_int, "an integer", default)
 
-    def number(self, name: str, *keys: str, default: Any = _MISSING) -> Any:
+    def number(self, name: str, *keys: str, default: Any = MISSING) -> Any:
         """A floating-point field."""
         return self.get(name, keys, _float, "a number", default)
 
@@ -211,7 +210,7 @@ def from_gguf(
         return None, 0, reading
     prefix = f"{ARCHITECTURE}."
     values = {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix)}
-    source = _Source(values, reading, prefix)
+    source = Source(values, reading, prefix)
     blocks = source.integer("num_layers", "block_count")
     if blocks is not None and not 1 <= blocks <= MAX_LAYERS:
         source.add("block_count", str(blocks), f"1..{MAX_LAYERS} layers")
@@ -266,10 +265,10 @@ def _is_v41(name: str) -> bool:
     return "deepseekv41" in squeezed or "deepseek41" in squeezed
 
 
-def _gguf_sizes(source: _Source, shapes: Shapes) -> dict[str, Any]:
+def _gguf_sizes(source: Source, shapes: Shapes) -> dict[str, Any]:
     integer = source.integer
     embed = shapes.get("token_embd.weight", ())
-    vocab = embed[0] if len(embed) == 2 else _MISSING
+    vocab = embed[0] if len(embed) == 2 else MISSING
     return {
         "vocab_size": integer("vocab_size", "vocab_size", default=vocab),
         "hidden_size": integer("hidden_size", "embedding_length"),
@@ -298,7 +297,7 @@ def _gguf_sizes(source: _Source, shapes: Shapes) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gguf_constants(source: _Source) -> dict[str, Any]:
+def _gguf_constants(source: Source) -> dict[str, Any]:
     number = source.number
     compress_keys = ("attention.compress_rope_freq_base", "rope.freq_base_swa")
     scaled = source.values.get("rope.scaling.type") not in ("none", "default")
@@ -333,14 +332,14 @@ def _bool(value: Any) -> bool | None:
     return bool(value) if isinstance(value, int) and value in (0, 1) else None
 
 
-def _gguf_ratios(source: _Source, shapes: Shapes, layers: int | None) -> tuple[int, ...] | None:
+def _gguf_ratios(source: Source, shapes: Shapes, layers: int | None) -> tuple[int, ...] | None:
     """Compression ratio per layer: the array's first entries, or the shapes of `ape` without it."""
     key = "attention.compress_ratios"
     if layers is None:
         return None
     if source.has(key):
         ratios: tuple[int, ...] | None = source.get(
-            "compress_ratios", (key,), _ints, "an array of integers"
+            "compress_ratios", (key,), to_ints, "an array of integers"
         )
         if ratios is not None and len(ratios) < layers:
             expected = f"at least {layers}, one per layer"
@@ -355,7 +354,7 @@ def _gguf_ratios(source: _Source, shapes: Shapes, layers: int | None) -> tuple[i
     return tuple(found)
 
 
-def _gguf_clamps(source: _Source, layers: int | None) -> dict[str, Any]:
+def _gguf_clamps(source: Source, layers: int | None) -> dict[str, Any]:
     """SwiGLU limits per layer: scalar or array; the shared expert's default to the routed ones."""
     routed = _per_layer(source, "swiglu_limits", "swiglu_clamp_exp", layers)
     if routed is None and not source.has("swiglu_clamp_exp") and layers is not None:
@@ -367,9 +366,7 @@ def _gguf_clamps(source: _Source, layers: int | None) -> dict[str, Any]:
     return {"swiglu_limits": routed, "shared_swiglu_limits": shared}
 
 
-def _per_layer(
-    source: _Source, name: str, key: str, layers: int | None
-) -> tuple[float, ...] | None:
+def _per_layer(source: Source, name: str, key: str, layers: int | None) -> tuple[float, ...] | None:
     if layers is None or not source.has(key):
         return None
     values: tuple[float, ...] | None = source.get(name, (key,), _floats, "a number or an array")
@@ -384,7 +381,7 @@ def _per_layer(
     return values[:layers]
 
 
-def _gguf_variants(source: _Source, head_dim: int | None) -> None:
+def _gguf_variants(source: Source, head_dim: int | None) -> None:
     """Settings that change the computation and exist in one form only."""
     source.must_be((1,), "one shared key/value head", "attention.head_count_kv")
     source.must_be((4,), "sqrt-softplus", "expert_gating_func")
@@ -418,7 +415,7 @@ def from_hf(config: Mapping[str, Any], file: str) -> tuple[ModelConfig | None, R
         config = {**config, **text}
     if not _check_hf_architecture(config, reading):
         return None, reading
-    source = _Source(config, reading)
+    source = Source(config, reading)
     layers = source.integer("num_layers", "num_hidden_layers", "n_layers")
     if layers is not None and not 1 <= layers <= MAX_LAYERS:
         reading.add("key num_hidden_layers", str(layers), f"1..{MAX_LAYERS} layers")
@@ -452,11 +449,11 @@ def _check_hf_architecture(config: Mapping[str, Any], reading: Reading) -> bool:
     return not reading.problems
 
 
-def _hf_sizes(source: _Source) -> dict[str, Any]:
+def _hf_sizes(source: Source) -> dict[str, Any]:
     integer, number = source.integer, source.number
     head_dim = integer("head_dim", "head_dim")
     partial = _float(source.values.get("partial_rotary_factor"))
-    rope = _MISSING if partial is None or head_dim is None else round(partial * head_dim)
+    rope = MISSING if partial is None or head_dim is None else round(partial * head_dim)
     return {
         "vocab_size": integer("vocab_size", "vocab_size"),
         "hidden_size": integer("hidden_size", "hidden_size", "dim"),
@@ -496,7 +493,7 @@ def _hf_sizes(source: _Source) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _hf_rope(source: _Source) -> dict[str, Any]:
+def _hf_rope(source: Source) -> dict[str, Any]:
     """Rotary settings: `rope_scaling`, transformers' `rope_parameters`, or DeepSeek's flat keys."""
     values = dict(source.values)
     nested = values.get("rope_parameters")
@@ -509,8 +506,8 @@ def _hf_rope(source: _Source) -> dict[str, Any]:
             if compress.get("rope_theta") is not None:
                 values.setdefault("compress_rope_theta", compress["rope_theta"])
     scaling = values.get("rope_scaling") if values.get("rope_scaling") is not None else nested
-    scale = _Source(scaling if isinstance(scaling, Mapping) else values, source.reading)
-    flat = _Source(values, source.reading)
+    scale = Source(scaling if isinstance(scaling, Mapping) else values, source.reading)
+    flat = Source(values, source.reading)
     kind = scale.values.get("type", scale.values.get("rope_type"))
     has_factor = scale.has("factor", "rope_factor")
     if kind not in (None, "yarn", "default"):
@@ -540,7 +537,7 @@ def _hf_rope(source: _Source) -> dict[str, Any]:
     }
 
 
-def _hf_ratios(source: _Source, layers: int | None) -> tuple[int, ...] | None:
+def _hf_ratios(source: Source, layers: int | None) -> tuple[int, ...] | None:
     """Ratio per layer from `compress_ratios` (longer lists belong to mtp.*) or `layer_types`."""
     if layers is None:
         return None
@@ -558,10 +555,10 @@ def _hf_ratios(source: _Source, layers: int | None) -> tuple[int, ...] | None:
         if not isinstance(rates, Mapping):
             source.add("compress_rates", repr(rates)[:80], "an object")
             return None
-        ratios = [_int(rates.get(t, _RATIO_OF_TYPE[t])) for t in types[:layers]]
+        ratios = [to_int(rates.get(t, _RATIO_OF_TYPE[t])) for t in types[:layers]]
         return tuple(-1 if r is None else r for r in ratios)
     values: tuple[int, ...] | None = source.get(
-        "compress_ratios", ("compress_ratios",), _ints, "a list of integers, one per layer"
+        "compress_ratios", ("compress_ratios",), to_ints, "a list of integers, one per layer"
     )
     if values is not None and len(values) < layers:
         expected = f"at least {layers}, one per layer"
@@ -570,7 +567,7 @@ def _hf_ratios(source: _Source, layers: int | None) -> tuple[int, ...] | None:
     return None if values is None else values[:layers]
 
 
-def _hf_hash_layers(source: _Source) -> int | None:
+def _hf_hash_layers(source: Source) -> int | None:
     types = source.values.get("mlp_layer_types")
     if not source.has("num_hash_layers", "n_hash_layers") and isinstance(types, list):
         count: int = sum(t == "hash_moe" for t in types)
@@ -581,7 +578,7 @@ def _hf_hash_layers(source: _Source) -> int | None:
     return value
 
 
-def _hf_variants(source: _Source) -> None:
+def _hf_variants(source: Source) -> None:
     """Settings that change the computation and exist in one form only."""
     source.must_be((1,), "one shared key/value head", "num_key_value_heads")
     source.must_be(("sqrtsoftplus",), "router scores", "scoring_func", "score_func")
@@ -589,98 +586,3 @@ def _hf_variants(source: _Source) -> None:
     source.must_be((False,), "no biases", "attention_bias", "mlp_bias")
     source.must_be((False,), "a head of its own", "tie_word_embeddings")
     source.must_be((1, 0), "no expert groups", "n_group", "n_groups", "topk_group")
-
-
-# --- drafter ----------------------------------------------------------------------------------
-
-_DRAFT_KEYS = {
-    "block_size": (
-        "deepseek4.dspark.block_size", "{arch}.dflash.block_size", "dspark.block_size",
-        "dflash.block_size", "block_size",
-    ),
-    "markov_rank": (
-        "deepseek4.dspark.markov_rank", "{arch}.dflash.dspark.markov_rank", "dspark.markov_rank",
-        "dflash.markov_rank",
-    ),
-    "noise_token_id": (
-        "deepseek4.dspark.noise_token_id", "{arch}.dflash.mask_token_id",
-        "dspark.noise_token_id", "dflash.mask_token_id", "mask_token_id",
-    ),
-    "target_layer_ids": (
-        "deepseek4.dspark.target_layers", "{arch}.dflash.capture_layer_ids",
-        "{arch}.dflash.target_layer_ids", "dspark.target_layer_ids", "dspark.target_layers",
-        "dflash.target_layers", "target_layers",
-    ),
-}  # fmt: skip
-"""GGUF keys of every drafter layout; in config.json the names are `dspark_` + the field's."""
-
-
-def draft_config(
-    metadata: Mapping[str, Any],
-    shapes: Shapes,
-    target: ModelConfig,
-    scheme: tensors.GGUFScheme | None,
-    file: str,
-) -> tuple[DraftConfig | None, Reading]:
-    """The DSpark drafter's configuration, from GGUF metadata or config.json keys.
-
-    Args:
-        metadata: all pairs of the file that holds the drafter, or config.json.
-        shapes: its tensors: stages are counted, and the Markov rank is checked, by them.
-        target: the model it drafts for.
-        scheme: GGUF layout (`tensors.gguf_draft_scheme`); None for a checkpoint.
-        file: name for problems.
-    """
-    reading = Reading(file)
-    arch = str(metadata.get("general.architecture", ""))
-    source = _Source(metadata, reading)
-
-    def keys(name: str) -> tuple[str, ...]:
-        if scheme is None:
-            return (f"dspark_{name}",)
-        return tuple(key.format(arch=arch) for key in _DRAFT_KEYS[name])
-
-    markov = [s for n, s in shapes.items() if n.endswith(("markov_w1.weight", "markov.w1"))]
-    rank = markov[0][-1] if markov and len(markov[0]) == 2 else _MISSING
-    ids = source.get("target_layer_ids", keys("target_layer_ids"), _ints, "a list of layers")
-    if ids is not None and scheme == "dflash" and target.num_layers in ids:
-        # That converter counts layer outputs from 1.
-        ids = tuple(i - 1 for i in ids)
-        reading.notes.append("target layers count outputs from 1; one is subtracted")
-    fields = {
-        "num_stages": _count_stages(shapes, scheme),
-        "block_size": source.integer("block_size", *keys("block_size")),
-        "markov_rank": source.integer("markov_rank", *keys("markov_rank"), default=rank),
-        "noise_token_id": source.integer("noise_token_id", *keys("noise_token_id")),
-        "target_layer_ids": ids,
-        "num_experts": _int(metadata.get("deepseek4.dspark.expert_count")),
-    }
-    if any(v is None for k, v in fields.items() if k != "num_experts"):
-        return None, reading
-    try:
-        draft = DraftConfig(**fields)
-    except ConfigError as error:
-        for text in error.problems:
-            found, _, expected = text.partition(", must ")
-            reading.add("drafter configuration", found, f"it must {expected}")
-        return None, reading
-    vocab = _int(metadata.get(f"{arch}.dflash.dspark.vocab_size"))
-    if vocab is not None and vocab != target.vocab_size:
-        reading.add("drafter vocabulary", str(vocab), f"{target.vocab_size}, the target's")
-    layers = _int(metadata.get(f"{arch}.dflash.n_target_layers"))
-    if layers is not None and layers != len(draft.target_layer_ids):
-        expected = f"{layers} layers, as dflash.n_target_layers says"
-        reading.add("drafter target layers", str(list(draft.target_layer_ids)), expected)
-    if draft.noise_token_id >= target.vocab_size:
-        expected = f"a token below {target.vocab_size}"
-        reading.add("drafter noise token", str(draft.noise_token_id), expected)
-    if any(i >= target.num_layers for i in draft.target_layer_ids):
-        expected = f"layers in 0..{target.num_layers - 1}"
-        reading.add("drafter target layers", str(list(draft.target_layer_ids)), expected)
-    return (None if reading.problems else draft), reading
-
-
-def _count_stages(shapes: Shapes, scheme: tensors.GGUFScheme | None) -> int:
-    prefix = {"lucebox": "blk.", "dflash": "blk.", "dspark": "dspark."}.get(scheme or "", "mtp.")
-    numbers = {name[len(prefix) :].split(".", 1)[0] for name in shapes if name.startswith(prefix)}
-    return len({n for n in numbers if n.isdigit()})

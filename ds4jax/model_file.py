@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +19,18 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ds4jax import checkpoint, formats, gguf, hparams, mix, quant, stored, tensors
+from ds4jax import (
+    checkpoint,
+    formats,
+    gguf,
+    hparams,
+    hparams_draft,
+    mix,
+    model_report,
+    quant,
+    stored,
+    tensors,
+)
 from ds4jax.config import DraftConfig, ModelConfig
 from ds4jax.errors import ModelFileError, Problem, printable
 from ds4jax.stored import Packed, StoredTensor
@@ -32,7 +43,6 @@ NANO = "nano"
 """Name of the model that ships inside the package."""
 
 _SAMPLE_BYTES = 8 << 20  # of one tensor, to tell the reading of type 107
-_LISTED = 6  # names spelled out in a note
 
 Progress = Callable[[int, str], None]
 """Called with bytes done so far and the name of the tensor being handled."""
@@ -181,7 +191,7 @@ class ModelFile:
             "architecture": architecture,
             "name": self._text("general.name"),
             "config": None if self.config is None else dataclasses.asdict(self.config),
-            "totals": _totals(self._rows),
+            "totals": model_report.totals(self._rows),
             "tokenizer": self._tokenizer(),
             "drafter": self._drafter(),
             "mtp": {"blocks": self.num_mtp, "loaded": False} if self.num_mtp else None,
@@ -354,7 +364,12 @@ def _open_gguf(path: Path, option: str, problems: list[Problem]) -> ModelFile:
     matched = _with_reading(matched, choice)
     if draft is not None:
         draft = dataclasses.replace(draft, tensors=_with_reading(draft.tensors, choice))
-    notes += readings + _extra_notes(extra, draft, num_mtp) + _decoded_notes(matched)
+    notes += (
+        readings
+        + model_report.extra_notes(extra, num_mtp)
+        + _draft_notes(draft)
+        + model_report.decoded_notes(matched)
+    )
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, gguf.StringArray) else None
     if config is not None and count is not None and count != config.vocab_size:
@@ -373,7 +388,7 @@ def _open_gguf(path: Path, option: str, problems: list[Problem]) -> ModelFile:
         problems=tuple(problems),
         notes=tuple(notes),
         reader=reader,
-        _rows=_gguf_rows(file, matched, mtp, draft),
+        _rows=model_report.gguf_rows(file, matched, mtp, draft.tensors if draft else {}),
     )
 
 
@@ -436,7 +451,9 @@ def _gguf_draft(
     if scheme is None:
         return None
     shapes = {name: t.shape for name, t in file.tensors.items()}
-    draft, reading = hparams.draft_config(file.metadata, shapes, config, scheme, file.path.name)
+    draft, reading = hparams_draft.draft_config(
+        file.metadata, shapes, config, scheme, file.path.name
+    )
     problems = reading.problems
     matched: dict[str, StoredTensor] = {}
     if draft is not None:
@@ -558,7 +575,7 @@ def _open_checkpoint(path: Path, problems: list[Problem]) -> ModelFile:
             if actual not in taken and published.removesuffix(".scale") not in wanted
         ]
         extra = stored.extra_tensors(left, config, num_mtp, path.name, problems)
-    notes += _extra_notes(extra, draft, num_mtp)
+    notes += model_report.extra_notes(extra, num_mtp) + _draft_notes(draft)
     return ModelFile(
         path=path,
         kind="checkpoint",
@@ -573,7 +590,7 @@ def _open_checkpoint(path: Path, problems: list[Problem]) -> ModelFile:
         problems=tuple(problems),
         notes=tuple(notes),
         reader=reader,
-        _rows=_checkpoint_rows(file, matched, mtp, draft),
+        _rows=model_report.checkpoint_rows(file, matched, mtp, draft.tensors if draft else {}),
     )
 
 
@@ -601,7 +618,9 @@ def _checkpoint_draft(
     if "mtp.0.main_proj.weight" not in names:
         return None
     shapes = {published: file.tensors[actual].shape for published, actual in names.items()}
-    draft, reading = hparams.draft_config(file.config, shapes, config, None, checkpoint.CONFIG)
+    draft, reading = hparams_draft.draft_config(
+        file.config, shapes, config, None, checkpoint.CONFIG
+    )
     problems = reading.problems
     matched: dict[str, StoredTensor] = {}
     if draft is not None:
@@ -626,157 +645,11 @@ def _checkpoint_draft(
     )
 
 
-# --- reports ----------------------------------------------------------------------------------
-
-_EXTRA_TEXT = {
-    "vision": "vision tensors are ignored (text only)",
-    "draft": "drafter or MTP tensors are kept, not loaded",
-    "router bias": "router biases of hash-routed layers have no effect and are ignored",
-    "table": "routing tables of layers with learned routing are ignored",
-    "activation scale": "activation scales are ignored (activations are not quantised)",
-    "unknown": "tensors of unknown name are ignored",
-}
-
-
-def _extra_notes(extra: dict[str, list[str]], draft: Draft | None, num_mtp: int) -> list[str]:
-    notes = []
-    for kind, names in extra.items():
-        shown = ", ".join(printable(n) for n in names[:_LISTED])
-        dots = ", ..." if len(names) > _LISTED else ""
-        notes.append(f"{len(names)} {_EXTRA_TEXT[kind]}: {shown}{dots}")
-    if num_mtp:
-        notes.append(f"{num_mtp} MTP block(s) of the older kind: kept, not loaded")
-    if draft is not None:
-        notes += draft.notes
-        if draft.problems:
-            count = len(draft.problems)
-            notes.append(f"the drafter cannot be used ({count} problems): {draft.problems[0]}")
-    return notes
-
-
-def _decoded_notes(matched: dict[str, StoredTensor]) -> list[str]:
-    """Types that are decoded at load, with the bytes that takes."""
-    sums: dict[str, list[int]] = {}
-    for t in matched.values():
-        if not t.native:
-            total = sums.setdefault(t.type_name, [0, 0, 0])
-            total[0] += 1
-            total[1] += t.nbytes
-            total[2] += _count(t.spec.shape)
+def _draft_notes(draft: Draft | None) -> list[str]:
+    if draft is None or not draft.problems:
+        return [] if draft is None else list(draft.notes)
+    count = len(draft.problems)
     return [
-        f"{n} tensors of type {name} have no packed form here: decoded at load, {held} bytes become"
-        f" {2 * weights} (bfloat16) or {4 * weights} (float32)"
-        for name, (n, held, weights) in sorted(sums.items())
+        *draft.notes,
+        f"the drafter cannot be used ({count} problems): {draft.problems[0]}",
     ]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for dim in shape:
-        count *= dim
-    return count
-
-
-def _row(name: str, held: StoredTensor, role: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "type": held.type_name,
-        "shape": list(held.spec.shape),
-        "bytes": held.nbytes,
-        "file": held.file,
-        "role": role,
-        "key": held.spec.key,
-        "layer": held.spec.layer,
-        "class": held.spec.kind,
-        "parameters": _count(held.spec.shape),
-    }
-
-
-def _roles(
-    matched: dict[str, StoredTensor], mtp: dict[str, StoredTensor], draft: Draft | None
-) -> Iterator[tuple[str, StoredTensor]]:
-    yield from (("model", t) for t in matched.values())
-    yield from (("mtp", t) for t in mtp.values())
-    yield from (("draft", t) for t in (draft.tensors.values() if draft else ()))
-
-
-def _gguf_rows(
-    file: gguf.GGUFFile,
-    matched: dict[str, StoredTensor],
-    mtp: dict[str, StoredTensor],
-    draft: Draft | None,
-) -> list[dict[str, Any]]:
-    """Every tensor of the file, in its order."""
-    known = {t.parts[0].name: (role, t) for role, t in _roles(matched, mtp, draft)}
-    rows = []
-    for name, t in file.tensors.items():
-        if name in known:
-            role, held = known[name]
-            row = _row(name, held, role)
-            row["shape"] = list(t.shape)
-        else:
-            row = {
-                "name": printable(name),
-                "type": t.type.name.lower(),
-                "shape": list(t.shape),
-                "bytes": t.nbytes,
-                "file": t.file,
-                "role": "other",
-                "key": None,
-                "layer": tensors.layer_number(name),
-                "class": None,
-                "parameters": _count(t.shape),
-            }
-        rows.append(row)
-    return rows
-
-
-def _checkpoint_rows(
-    file: checkpoint.Checkpoint,
-    matched: dict[str, StoredTensor],
-    mtp: dict[str, StoredTensor],
-    draft: Draft | None,
-) -> list[dict[str, Any]]:
-    """Every tensor, experts and scales together with what they belong to; then all others."""
-    rows, taken = [], set()
-    for role, held in _roles(matched, mtp, draft):
-        rows.append(_row(held.spec.name, held, role))
-        for part in held.parts:
-            taken |= {part.name, part.scale}
-    for name, t in file.tensors.items():
-        if name not in taken:
-            rows.append(
-                {
-                    "name": printable(name),
-                    "type": t.dtype.lower(),
-                    "shape": list(t.shape),
-                    "bytes": t.nbytes,
-                    "file": t.file,
-                    "role": "other",
-                    "key": None,
-                    "layer": tensors.layer_number(name),
-                    "class": None,
-                    "parameters": _count(t.shape),
-                }
-            )
-    return rows
-
-
-def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over all tensors, by type, class and role."""
-    out: dict[str, Any] = {
-        "tensors": len(rows),
-        "bytes": sum(r["bytes"] for r in rows),
-        "parameters": sum(r["parameters"] for r in rows if r["role"] == "model"),
-    }
-    for field_name, by in (("by_type", "type"), ("by_class", "class"), ("by_role", "role")):
-        groups: dict[str, dict[str, int]] = {}
-        for row in rows:
-            if by == "class" and row["role"] != "model":
-                continue
-            group = groups.setdefault(str(row[by]), {"tensors": 0, "bytes": 0, "parameters": 0})
-            group["tensors"] += 1
-            group["bytes"] += row["bytes"]
-            group["parameters"] += row["parameters"]
-        out[field_name] = groups
-    return out

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds4jax import gguf, gguf_write, hparams, hparams_write, tokenizer
+from ds4jax import gguf, gguf_write, hparams, hparams_draft, hparams_write, tokenizer
 from ds4jax.config import DraftConfig, ModelConfig
 
 
@@ -66,7 +66,7 @@ def test_gguf_metadata_is_read_as_the_same_model(cfg: ModelConfig, tmp_path: Pat
 def test_drafter_metadata_is_read_as_the_same_drafter(tmp_path: Path) -> None:
     cfg = config()
     pairs = through_gguf(tmp_path / "m.gguf", hparams_write.gguf_metadata(cfg, DRAFT))
-    read, reading = hparams.draft_config(pairs, SHAPES, cfg, "dspark", "m.gguf")
+    read, reading = hparams_draft.draft_config(pairs, SHAPES, cfg, "dspark", "m.gguf")
     assert not reading.problems
     assert read == dataclasses.replace(DRAFT, num_experts=8)
 
@@ -84,7 +84,7 @@ def test_config_json_is_read_as_the_same_model(cfg: ModelConfig, draft: DraftCon
     if draft is not None:
         shapes = {f"mtp.{i}.attn_norm.weight": (64,) for i in range(3)}
         shapes["mtp.2.markov_head.markov_w1.weight"] = (300, 16)
-        got, draft_reading = hparams.draft_config(values, shapes, cfg, None, "config.json")
+        got, draft_reading = hparams_draft.draft_config(values, shapes, cfg, None, "config.json")
         assert not draft_reading.problems and got == draft
     assert len(values["compress_ratios"]) == 5 + (3 if draft else 0)
 

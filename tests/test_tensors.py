@@ -9,7 +9,7 @@ import model_files as mf
 import numpy as np
 import pytest
 
-from ds4jax import hparams, tensors
+from ds4jax import hparams, hparams_draft, tensors
 from ds4jax.config import DraftConfig, ModelConfig
 
 DRAFT = DraftConfig(
@@ -480,12 +480,12 @@ def test_draft_configuration_in_every_layout() -> None:
     for scheme, given in keys.items():
         specs = tensors.draft_specs(flash, DRAFT, scheme or "dspark")  # type: ignore[arg-type]
         shapes = {s.gguf if scheme else s.hf: s.shape for s in specs}
-        got, reading = hparams.draft_config(given, shapes, flash, scheme, "d")  # type: ignore[arg-type]
+        got, reading = hparams_draft.draft_config(given, shapes, flash, scheme, "d")  # type: ignore[arg-type]
         assert got == DRAFT, (scheme, [str(p) for p in reading.problems])
     wrong = {**keys["lucebox"], "deepseek4-dflash-draft.dflash.dspark.vocab_size": 5}
     wrong["deepseek4-dflash-draft.dflash.capture_layer_ids"] = np.array([40, 41, 43])
     specs = tensors.draft_specs(flash, DRAFT, "lucebox")
-    got, reading = hparams.draft_config(
+    got, reading = hparams_draft.draft_config(
         wrong, {s.gguf: s.shape for s in specs}, flash, "lucebox", "d"
     )
     assert got is None and len(reading.problems) == 2
