@@ -113,8 +113,8 @@ def test_rows_together_agree_with_rows_alone() -> None:
         return functional._rows(*arrays)
 
     @jax.jit(static_argnames=("batched", "chunk"))  # type: ignore[misc]
-    def step(cache: Any, rows: model.Plan, batched: bool, chunk: bool) -> Any:
-        return model.forward(params, cache, rows, cfg=cfg, run=run, batched=batched, chunk=chunk)
+    def step(weights: Params, cache: Any, rows: model.Plan, batched: bool, chunk: bool) -> Any:
+        return model.forward(weights, cache, rows, cfg=cfg, run=run, batched=batched, chunk=chunk)
 
     steps = [
         ([(1, 0, 129), (0, 0, 171)], True),
