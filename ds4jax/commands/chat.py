@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -126,7 +127,7 @@ class Session:
         """
         from ds4jax import chat
         from ds4jax.answer import chat_prompt
-        from ds4jax.chat_request import ChatRequest, Message
+        from ds4jax.chat_request import ChatError, ChatRequest, Message
         from ds4jax.tokenizer import TokenizerError
 
         assert self.local is not None
@@ -135,8 +136,8 @@ class Session:
         try:
             rendered = chat.render(request, self._profile)
             prompt = chat_prompt(rendered, self._model.need_tokenizer())
-        except TokenizerError as error:
-            raise common.Failure(str(error)) from None
+        except (ChatError, TokenizerError) as error:
+            raise common.Failure(f"the message: {error}") from None
         if len(prompt.ids) + (self._stopping.max_output_tokens or 1) > self.ctx:
             raise common.Failure(
                 f"the conversation has {len(prompt.ids)} tokens with this message, over the context"
@@ -182,12 +183,16 @@ class _Shell:
         self._args = args
         self._session = session
         self._typed = common.stdin_is_terminal()
+        if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text: the encoder says so
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         if self._typed:
             with contextlib.suppress(ImportError):  # line editing, where Python has it
                 import readline  # noqa: F401
 
     def loop(self) -> int:
         """Until the end of the input or /quit."""
+        from ds4jax.request import ServiceError
+
         self._note("type a message, or /help")
         while (line := self._read()) is not None:
             text = line.strip()
@@ -198,7 +203,7 @@ class _Shell:
                     self._answer(text)
                 elif not self._command(text):
                     break
-            except common.Failure as error:
+            except (common.Failure, ServiceError) as error:
                 print(f"error: {error}", file=sys.stderr)
         return 0
 
@@ -256,8 +261,7 @@ class _Shell:
         rest = rest.strip()
         session = self._session
         efforts: dict[str, Effort] = {"/think": "high", "/think-max": "max", "/nothink": "none"}
-        takes = {"/ctx", "/read", "/save"}
-        if rest and name in {*efforts, "/quit", "/exit", "/new", "/help"} - takes:
+        if rest and name in {*efforts, "/quit", "/exit", "/new", "/help"}:
             raise common.Failure(f"{name} takes nothing after it")
         if name in ("/quit", "/exit"):
             return False

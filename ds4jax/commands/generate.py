@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompt(args: argparse.Namespace, model: running.Opened) -> PromptIds:
     from ds4jax.answer import PromptIds, chat_prompt
+    from ds4jax.chat_request import ChatError
     from ds4jax.tokenizer import TokenizerError
 
     check_prompt_flags(args)
@@ -118,7 +119,7 @@ def _prompt(args: argparse.Namespace, model: running.Opened) -> PromptIds:
             messages.insert(0, Message(role="system", content=args.system))
         request = ChatRequest(messages=tuple(messages), effort=args.effort)
         return chat_prompt(chat.render(request, running.chat_profile(args, model)), tokenizer)
-    except TokenizerError as error:
+    except (ChatError, TokenizerError) as error:
         raise common.Failure(f"the prompt: {error}") from None
 
 
