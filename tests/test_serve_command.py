@@ -265,6 +265,7 @@ def test_errors_of_a_server_are_one_line(served: str, capsys: pytest.CaptureFixt
         (["--server", served, "-p", "x" * 9000], "over the context"),
         (["--server", served, "-p", "x", "--candidates", "7"], "candidate_count"),
         (["--server", "127.0.0.1:1", "-p", "x"], "UNAVAILABLE"),
+        (["--server", served, "-p", "\udcff"], "cannot be sent"),
     ):
         assert cli.main(["generate", *arguments]) == 1
         err = capsys.readouterr().err

@@ -66,6 +66,8 @@ def run_generate(args: argparse.Namespace) -> int:
         printer.end(generation)
     except ServiceError as error:
         raise common.Failure(f"{args.server}: {error.code}: {error.message}") from None
+    except ValueError as error:  # text that has no UTF-8 form, values that no field holds
+        raise common.Failure(f"the request cannot be sent: {error}") from None
     finally:
         model.close()
     if was_interrupted():
@@ -265,4 +267,6 @@ class _Turn:
                 yield output
         except RequestFailed as error:
             raise common.Failure(f"{error.code}: {error.message}") from None
+        except ValueError as error:
+            raise common.Failure(f"the message cannot be sent: {error}") from None
         self._session.messages = self._turn
