@@ -150,7 +150,8 @@ def _expert_product(x_1K: Array, w_ENK: Any, expert: Array) -> Array:
     costs more than the product. Element-wise operations fuse with the slices they read, so K is cut
     into a few parts whose products are added element by element, and a sum over one part remains.
     """
-    w, lead = w_ENK, (expert,)
+    w = w_ENK
+    lead: tuple[Array, ...] = (expert,)
     if isinstance(w, Stacked):
         w, lead = w.stack, (w.layer, expert)
     if not isinstance(w, Array):
