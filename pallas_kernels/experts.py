@@ -33,7 +33,6 @@ class Tile:
 
     Attributes:
       up_*: the gate-and-up kernel, whose K may not be split. down_*: the down kernel.
-      lanes: experts in flight side by side while there are few rows.
       wide: one product for all rows of a group (where the matrix unit sums in the same way
         whatever the width), instead of several of 16.
     """
@@ -47,7 +46,6 @@ class Tile:
     down_warps: int = 4
     down_stages: int = 3
     down_splits: int = 1
-    lanes: int = 8
     wide: bool = False
 
 
@@ -240,18 +238,15 @@ def _kernels(
     if slots > 8:
         raise NotImplementedError(f"experts: the kernel takes at most 8 slots, not {slots}")
     pairs = t * slots
-    few = t <= DOT_ROWS
-    if few:
-        rows = DOT_ROWS
-        routes: tuple[Array, ...] = (ids_TS, weights_TS)
-        tiles = min(tile.lanes, pairs)
+    rows = _group_rows(pairs, num)
+    if t <= DOT_ROWS:
+        groups = _plan(ids_TS, scalars[1], num, target)
     else:
-        rows = _group_rows(pairs, num)
         groups = group(ids_TS, scalars[1], num, rows)
-        tiles = groups.expert.shape[0]
-        routes = (groups.used.reshape(1), groups.expert, groups.pair, weights_TS.reshape(-1))
+    tiles = max_tiles(pairs, num, rows)
+    routes = (groups.used.reshape(1), groups.expert, groups.pair, weights_TS.reshape(-1))
     common = _Common(
-        few=few, t=t, slots=slots, num=num, rows=rows, stacked=stacked, target=target,
+        t=t, slots=slots, num=num, rows=rows, stacked=stacked, target=target,
         dot_rows=rows if tile.wide else DOT_ROWS,
     )  # fmt: skip
     h = _call(
@@ -284,7 +279,6 @@ def _group_rows(pairs: int, num: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Common:
-    few: bool
     t: int
     slots: int
     num: int
@@ -300,7 +294,7 @@ def _call(
     w: QuantArray,
     x: Array,
     scalars: Array,
-    routes: tuple[Array, ...],
+    groups: tuple[Array, ...],
     *,
     out_dtype: Any,
     limit: float | None,
@@ -330,17 +324,8 @@ def _call(
         num_warps=num_warps,
         num_stages=num_stages,
         interpret=common.target == "interpret",
-    )(scalars, *routes, x, *w.arrays())
+    )(scalars, *groups, x, *w.arrays())
     return y
-
-
-class _Part(NamedTuple):
-    """Rows of one product: what to read, where to write."""
-
-    hit: Array  # bool [rows]
-    row: Array  # int32 [rows], activation row; anything valid where not hit
-    pair: Array  # int32 [rows], row * slots + slot; past the end where not hit
-    weight: Array  # float32 [rows]
 
 
 def _kernel(
@@ -354,42 +339,41 @@ def _kernel(
     cols: int,
     limit: float | None,
 ) -> None:
-    scalars_ref, *others = refs
-    num_routes = 2 if c.few else 4
-    routes, (x_ref, *weight_refs, out_ref) = others[:num_routes], others[num_routes:]
+    scalars_ref, used_ref, expert_ref, pair_ref, weight_ref, x_ref, *weight_refs, out_ref = refs
     weights = dict(zip(names, weight_refs, strict=True))
     # Read here: emulation knows program numbers at the top level only.
-    column, turn, split = (pl.program_id(i) for i in range(3))
-    n0 = column * n
+    column, group_, split = (pl.program_id(i) for i in range(3))
     blocks = fmt.padded(cols) // (fmt.block * splits)
-    layer = plgpu.load(scalars_ref.at[jnp.int32(0)])
 
-    def run(expert: Array, parts: list[_Part]) -> None:
-        lead = (layer, expert) if c.stacked else (expert,)
+    @pl.when(group_ < plgpu.load(used_ref.at[jnp.int32(0)]))
+    def _() -> None:
+        lead: tuple[Any, ...] = (plgpu.load(expert_ref.at[group_]),)
+        if c.stacked:
+            lead = (plgpu.load(scalars_ref.at[jnp.int32(0)]), *lead)
+        pairs = [
+            plgpu.load(pair_ref.at[group_, pl.ds(start, c.dot_rows)])
+            for start in range(0, c.rows, c.dot_rows)
+        ]
+        hits = [p < c.t * c.slots for p in pairs]
         totals = accumulate(
-            fmt, weights, lead, n0, n, x_ref=x_ref, first=split * blocks, blocks=blocks,
+            fmt, weights, lead, column * n, n, x_ref=x_ref,
             groups=[
-                Rows(size=c.dot_rows, number=p.pair if limit is None else p.row, live=p.hit)
-                for p in parts
+                Rows(size=c.dot_rows, number=p if limit is None else p // c.slots, live=hit)
+                for p, hit in zip(pairs, hits, strict=True)
             ],
-            cols=cols, unroll=unroll, target=c.target,
+            first=split * blocks, blocks=blocks, cols=cols, unroll=unroll, target=c.target,
         )  # fmt: skip
-        for part, acc in zip(parts, totals, strict=True):
+        for pair, hit, acc in zip(pairs, hits, totals, strict=True):
             y = finish(fmt, weights, lead, acc)
             if limit is not None:
-                y = _activated(y, part.weight, limit)
+                weight = plgpu.load(weight_ref.at[pair], mask=hit, other=0.0)
+                y = _activated(y, weight, limit)
             width = y.shape[0]
-            at: tuple[Any, ...] = grid_index(part.pair, column * width, width)
-            mask = jnp.broadcast_to(part.hit[:, None], at[0].shape)
+            at: tuple[Any, ...] = grid_index(pair, column * width, width)
+            mask = jnp.broadcast_to(hit[:, None], at[0].shape)
             if limit is None:
                 at = (jnp.broadcast_to(split, at[0].shape), *at)
             plgpu.store(out_ref.at[at], y.T.astype(out_ref.dtype), mask=mask)
-
-    if c.few:
-        first = plgpu.load(scalars_ref.at[jnp.int32(1)])
-        _few(c, routes, first, turn, pl.num_programs(1), run)
-    else:
-        _grouped(c, routes, turn, run)
 
 
 def _activated(total: Array, weight: Array, limit: float) -> Array:
@@ -402,53 +386,70 @@ def _activated(total: Array, weight: Array, limit: float) -> Array:
     return activate(gate, up, weight[None, None, :], limit=limit).reshape(n2 // 2, rows)
 
 
-def _few(c: _Common, routes: list[Any], first: Array, turn: Array, turns: Array, run: Any) -> None:
-    """At most 16 rows: a group is an expert and all its rows; each program finds its own groups."""
-    ids_ref, weights_ref = routes
-    row = lax.broadcasted_iota(jnp.int32, (DOT_ROWS, 8), 0)
-    slot = lax.broadcasted_iota(jnp.int32, (DOT_ROWS, 8), 1)
-    inside = (row < c.t) & (slot < c.slots)
-    at = (jnp.minimum(row, c.t - 1), jnp.minimum(slot, c.slots - 1))
+# --- Groups of few rows, without a sort ---
+
+
+def _plan(ids_TS: Array, first: Array, num: int, target: decode.Target) -> Groups:
+    """As `group` with tiles of 16, for at most 16 rows of at most 8 slots: one small kernel."""
+    t, slots = ids_TS.shape
+    tiles = _power_of_two(max_tiles(ids_TS.size, num, DOT_ROWS))
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    shapes = (
+        one,
+        jax.ShapeDtypeStruct((tiles,), jnp.int32),
+        jax.ShapeDtypeStruct((tiles, DOT_ROWS), jnp.int32),
+    )
+    used, expert, pair = backend_lib.pallas(
+        functools.partial(_plan_kernel, t=t, slots=slots, num=num, tiles=tiles),
+        name="experts_plan",
+        grid=(1,),
+        out_shape=shapes,
+        num_warps=8,
+        num_stages=1,
+        interpret=target == "interpret",
+    )(ids_TS, first.reshape(1))
+    return Groups(used[0], expert, pair)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _plan_kernel(
+    ids_ref: Any,
+    first_ref: Any,
+    used_ref: Any,
+    expert_ref: Any,
+    pair_ref: Any,
+    *,
+    t: int,
+    slots: int,
+    num: int,
+    tiles: int,
+) -> None:
+    first = plgpu.load(first_ref.at[jnp.int32(0)])
+    row = lax.broadcasted_iota(jnp.int32, (_power_of_two(max(t, 2)), 8), 0)
+    slot = lax.broadcasted_iota(jnp.int32, row.shape, 1)
+    inside = (row < t) & (slot < slots)
+    at = (jnp.minimum(row, t - 1), jnp.minimum(slot, slots - 1))
     local = plgpu.load(ids_ref.at[at], mask=inside, other=-1) - first
-    weight = plgpu.load(weights_ref.at[at], mask=inside, other=0.0)
-    valid = inside & (local >= 0) & (local < c.num)
-    flat, live = local.reshape(DOT_ROWS * 8), valid.reshape(DOT_ROWS * 8)
-    number = jnp.arange(DOT_ROWS * 8, dtype=jnp.int32)
+    local = jnp.where(inside & (local >= 0) & (local < num), local, -1)
+    flat = local.reshape(row.size)
+    number = jnp.arange(row.size, dtype=jnp.int32)
+    # An expert's first pair leads its group.
     earlier = number[None, :] < number[:, None]
-    same = (flat[None, :] == flat[:, None]) & live[None, :] & earlier
-    leads = live & (jnp.max(same.astype(jnp.int32), axis=1) == 0)
+    same = (flat[None, :] == flat[:, None]) & earlier
+    leads = (flat >= 0) & (jnp.max(same.astype(jnp.int32), axis=1) == 0)
     rank = jnp.sum((earlier & leads[None, :]).astype(jnp.int32), axis=1)
-    count = jnp.sum(leads.astype(jnp.int32))
-
-    def one(i: Array) -> Array:
-        expert = jnp.sum(jnp.where(leads & (rank == i), flat, 0))
-        match = valid & (local == expert)
-        own = jnp.arange(DOT_ROWS, dtype=jnp.int32)
-        pair = own * c.slots + jnp.sum(jnp.where(match, slot, 0), axis=1)
-        hit = jnp.max(match.astype(jnp.int32), axis=1) == 1
-        part = _Part(
-            hit=hit,
-            row=jnp.where(hit, own, 0),
-            pair=jnp.where(hit, pair, c.t * c.slots),
-            weight=jnp.sum(jnp.where(match, weight, 0.0), axis=1),
-        )
-        run(expert, [part])
-        return i + turns
-
-    lax.while_loop(lambda i: i < count, one, turn)
-
-
-def _grouped(c: _Common, routes: list[Any], i: Array, run: Any) -> None:
-    """Groups made beforehand, one a program."""
-    count_ref, expert_ref, pair_ref, weight_ref = routes
-
-    @pl.when(i < plgpu.load(count_ref.at[jnp.int32(0)]))
-    def _() -> None:
-        parts = []
-        for start in range(0, c.rows, c.dot_rows):
-            pair = plgpu.load(pair_ref.at[i, pl.ds(start, c.dot_rows)])
-            hit = pair < c.t * c.slots
-            row = jnp.where(hit, pair // c.slots, 0)
-            weight = plgpu.load(weight_ref.at[pair], mask=hit, other=0.0)
-            parts.append(_Part(hit=hit, row=row, pair=pair, weight=weight))
-        run(plgpu.load(expert_ref.at[i]), parts)
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    mine = leads[None, :] & (rank[None, :] == tile[:, None])
+    expert = jnp.sum(jnp.where(mine, flat[None, :], 0), axis=1)
+    used = jnp.sum(leads.astype(jnp.int32))
+    plgpu.store(used_ref.at[jnp.arange(1, dtype=jnp.int32)], used.reshape(1))
+    plgpu.store(expert_ref.at[tile], expert)
+    pairs, rows = t * slots, row.shape[0]
+    taken = (local[None] == expert[:, None, None]) & (tile < used)[:, None, None]
+    pair = jnp.min(jnp.where(taken, (row * slots + slot)[None], pairs), axis=2)
+    for start in range(0, DOT_ROWS, rows):
+        part = pair if start == 0 else jnp.full_like(pair, pairs)
+        plgpu.store(pair_ref.at[pl.ds(0, tiles), pl.ds(start, rows)], part)
