@@ -109,11 +109,13 @@ LayerFn = Callable[[Array, Cache | None, Rows], tuple[Array, Any, dict[str, Arra
 
 
 def _row_loop(
-    fn: LayerFn, x: Array, cache: Cache, rows: Rows, num_rows: Array
+    fn: LayerFn, x: Array, cache: Cache, rows: Rows, num_rows: Array, captures: bool
 ) -> tuple[Array, Cache, dict[str, Array]]:
-    """Run `fn` on one row at a time, in order, live rows only."""
+    """Run `fn` on one row at a time, in order, live rows only. `captures`: whether it gives any."""
     t0 = jnp.int32(0)
-    shapes = jax.eval_shape(lambda: fn(_one(x, t0), cache, _one(rows, t0)))[2]
+    shapes: Any = {}
+    if captures:  # tracing a layer takes a fifth of a second: not twice for nothing
+        shapes = jax.eval_shape(lambda: fn(_one(x, t0), cache, _one(rows, t0)))[2]
     caps = {k: jnp.zeros((x.shape[0], *s.shape[1:]), s.dtype) for k, s in shapes.items()}
 
     def body(t: Array, carry: tuple[Array, Cache, dict[str, Array]]) -> Any:
@@ -184,7 +186,7 @@ def forward(
     def one_layer(info: LayerInfo, weights: Weights, x: Array, cache: Cache) -> Any:
         fn = _layer_fn(ctx, info, weights)
         if rows_alone:
-            return _row_loop(fn, x, cache, rows, plan.num_rows)
+            return _row_loop(fn, x, cache, rows, plan.num_rows, bool(capture))
         return fn(x, cache, rows)
 
     for group, units in zip(params.layout, params.groups, strict=True):
