@@ -1,5 +1,7 @@
 """Product of rows with one weight matrix, packed or plain: y[t, n] = sum_k x[t, k] w[n, k].
 
+`grouped` is the block-diagonal form: every group of outputs reads its own columns of the row.
+
 A row's bits depend on that row and the weights alone. The kernel multiplies tiles of 16 rows (one
 matrix instruction shape, whatever the number of rows) with 128 weights at a time, in ascending k; K
 is cut into the same number of splits for every number of rows, and splits are added in order.
@@ -32,38 +34,52 @@ DOT_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the kernel cuts its work.
+    """How the kernel cuts its work. None of it changes the result.
 
     Attributes:
       rows: weight rows (outputs) per program.
-      splits: parts of K; changes the bits of the result, so it may not depend on the number of
-        activation rows.
       grid_rows: largest number of activation rows for which splits run as separate programs.
-      dots: tiles of 16 activation rows that one program serves, at most.
-      dot_rows: activation rows of one product (16, or more where the matrix unit sums in the
-        same way whatever the width).
+      dot_rows: activation rows of one product: 16, or more where the matrix unit sums in the same
+        way whatever the width (NVIDIA; not on AMD, whose instructions of 32 rows differ).
+      dots: products of `dot_rows` rows that one program serves, at most.
       unroll: blocks of K in one iteration of the loop.
       num_warps, num_stages: of the compiler.
     """
 
     rows: int = 64
-    splits: int = 1
-    grid_rows: int = 32
-    dots: int = 4
+    grid_rows: int = 64
     dot_rows: int = DOT_ROWS
+    dots: int = 4
     unroll: int = 1
     num_warps: int = 4
     num_stages: int = 3
 
-    @classmethod
-    def default(cls, n: int, k: int, block: int) -> Tile:
-        """Enough programs to fill a large GPU, each with at least 1024 weights of a row."""
-        splits = 1
-        while (
-            n // 64 * splits < 512 and k % (2 * splits * block) == 0 and k // (2 * splits) >= 1024
-        ):
-            splits *= 2
-        return cls(splits=splits)
+
+def default_splits(n: int, k: int, block: int) -> int:
+    """Parts that K is cut into; a rule of the matrix alone, since it decides the result's bits.
+
+    Enough programs to fill a large GPU with short rows of work, but at least 512 weights of a row
+    each.
+    """
+    splits = 1
+    while n // 64 * splits < 512 and k % (2 * splits * block) == 0 and k // (2 * splits) >= 512:
+        splits *= 2
+    return min(splits, 8)
+
+
+def default_tile(block: int, t: int, n: int, k: int, target: decode.Target) -> Tile:
+    """A reasonable tile without measurement; n and k of one group and split."""
+    wide = target == "cuda" and t > DOT_ROWS
+    dot_rows = min(128, 1 << (t - 1).bit_length()) if wide else DOT_ROWS
+    unroll = 2 if block == 128 and k % 256 == 0 else 1
+    rows = 64
+    while n % rows:
+        rows //= 2
+    warps = 4 if rows >= 64 else 1
+    return Tile(
+        rows=rows, dot_rows=dot_rows, dots=1 if wide else 4, unroll=1 if wide else unroll,
+        num_warps=warps,
+    )  # fmt: skip
 
 
 def dense(
@@ -74,6 +90,7 @@ def dense(
     backend: Backend,
     out_dtype: Any = None,
     tile: Tile | None = None,
+    splits: int | None = None,
 ) -> Array:
     """x @ w^T, accumulated in float32.
 
@@ -84,6 +101,7 @@ def dense(
       backend: "reference", "interpret" or "triton". Kernels round weights to bfloat16.
       out_dtype: dtype of the result; None: that of x.
       tile: overrides the measured or default tile.
+      splits: overrides the number of parts of K (it decides the result's bits).
     Returns: y_TN.
     Raises: ValueError on shapes that disagree; NotImplementedError if `backend` has no kernel for
       this format or dtype.
@@ -98,7 +116,38 @@ def dense(
     if backend == "reference":
         return reference(x_TK, w, layer=layer, out_dtype=out_dtype)
     target = backend_lib.target(backend)
-    return _kernel_call(x_TK, w, layer, out_dtype or x_TK.dtype, target, tile)
+    return _kernel_call(x_TK, w, layer, out_dtype or x_TK.dtype, target, tile, splits, 1)
+
+
+def grouped(
+    x_TGK: Array,
+    w: QuantArray | Array,
+    *,
+    layer: int | Array | None = None,
+    backend: Backend,
+    out_dtype: Any = None,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> Array:
+    """z[t, g] = w[g] @ x[t, g] with w [G N, K] seen as [G, N, K]; see `dense`.
+
+    Args: x_TGK: activations. w: [G N, K], or [L, G N, K] with `layer`.
+    Returns: z_TGN.
+    Raises: as `dense`.
+    """
+    backend = backend_lib.require("dense", backend)
+    t, groups, k = x_TGK.shape
+    n = w.shape[-2]
+    if k != w.shape[-1] or n % groups or len(w.shape[:-2]) != (layer is not None):
+        raise ValueError(f"grouped: x {list(x_TGK.shape)} and w {list(w.shape)} do not fit")
+    if backend == "reference":
+        w_GNK = matrix(w, layer).reshape(groups, n // groups, k)
+        parts = [reference(x_TGK[:, g], w_GNK[g], out_dtype=out_dtype) for g in range(groups)]
+        return jnp.stack(parts, 1)
+    target = backend_lib.target(backend)
+    x = x_TGK.reshape(t, groups * k)
+    y = _kernel_call(x, w, layer, out_dtype or x.dtype, target, tile, splits, groups)
+    return y.reshape(t, groups, n // groups)
 
 
 def reference(
@@ -145,42 +194,42 @@ def _kernel_call(
     out_dtype: Any,
     target: decode.Target,
     tile: Tile | None,
+    splits: int | None,
+    groups: int,
 ) -> Array:
-    if not isinstance(w, QuantArray) or w.format not in decode.DECODABLE:
-        what = f"format {w.format}" if isinstance(w, QuantArray) else f"plain {w.dtype} weights"
-        raise NotImplementedError(
-            f"dense: no kernel for {what}; there is one for {', '.join(sorted(decode.DECODABLE))}"
-        )
+    name = kernel_format("dense", w)
     if x_TK.dtype != jnp.bfloat16:
         raise NotImplementedError(f"dense: the kernel takes bfloat16 activations, not {x_TK.dtype}")
-    fmt = formats.get(w.format)
-    t, n, k = x_TK.shape[0], w.rows, fmt.padded(w.cols)
+    t, (n, cols), block = x_TK.shape[0], w.shape[-2:], block_of(name)
+    k = -(-cols // block) * block
+    splits = splits or default_splits(n, k, block)
     if tile is None:
-        default = Tile.default(n, k, fmt.block)
-        tile = backend_lib.tile("dense", default, key=f"{w.format}/{n}x{k}")
-    step = tile.splits * fmt.block * tile.unroll
-    if n % tile.rows or k % step:
+        size = "few" if t <= DOT_ROWS else "many"
+        default = default_tile(block, t, n // groups, k // splits, target)
+        tile = backend_lib.tile("dense", default, key=f"{name}/{n}x{k}/{size}")
+    step = splits * block * tile.unroll
+    if n // groups % tile.rows or k % step:
         raise NotImplementedError(
-            f"dense: {w.format} [{n}, {k}] needs N a multiple of {tile.rows} and K of {step}"
+            f"dense: {name} [{n}, {k}] needs N a multiple of {tile.rows} and K of {step}"
         )
     dots = min(tile.dots, -(-t // tile.dot_rows))
     in_grid = t <= tile.grid_rows
-    splits = tile.splits if in_grid else 1
+    names, arrays = operands(w)
     kernel = functools.partial(
-        _kernel, fmt=fmt, names=packing.fields_of(w), tile=tile, dots=dots, in_grid=in_grid,
-        target=target, cols=w.cols,
+        _kernel, format=name, names=names, tile=tile, dots=dots, splits=splits, groups=groups,
+        in_grid=in_grid, target=target, cols=cols,
     )  # fmt: skip
-    partial = tile.splits > 1 and in_grid
+    partial = splits > 1 and in_grid
     shape = (splits, t, n) if partial else (t, n)
     y = backend_lib.pallas(
         kernel,
-        name=f"dense_{w.format}",
-        grid=(n // tile.rows, splits, -(-t // (tile.dot_rows * dots))),
+        name=f"dense_{name}",
+        grid=(n // tile.rows, splits if in_grid else 1, -(-t // (tile.dot_rows * dots))),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if partial else out_dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=target == "interpret",
-    )(_layer_operand(layer), x_TK, *w.arrays())
+    )(_layer_operand(layer), x_TK, *arrays)
     if not partial:
         return y
     total = y[0]
@@ -193,14 +242,45 @@ def _layer_operand(layer: int | Array | None) -> Array:
     return jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
 
 
+def kernel_format(op: str, w: QuantArray | Array) -> str:
+    """What a kernel decodes: the format's name, or the dtype of a plain array.
+
+    Raises: NotImplementedError for what no kernel decodes.
+    """
+    name = w.format if isinstance(w, QuantArray) else str(w.dtype)
+    have = {*decode.DECODABLE, *_PLAIN}
+    if name not in have:
+        raise NotImplementedError(
+            f"{op}: no kernel for {name} weights; there is one for {', '.join(sorted(have))}"
+        )
+    return name
+
+
+_PLAIN = ("bfloat16", "float32")
+
+
+def block_of(format: str) -> int:
+    """Weights of a row that a kernel loads at a time."""
+    return decode.TILE_K if format in _PLAIN else formats.get(format).block
+
+
+def operands(w: QuantArray | Array) -> tuple[list[str], list[Array]]:
+    """Names and arrays that a kernel takes for a weight."""
+    if isinstance(w, QuantArray):
+        return packing.fields_of(w), w.arrays()
+    return ["plain"], [w]
+
+
 def _kernel(
     layer_ref: Any,
     x_ref: Any,
     *refs: Any,
-    fmt: formats.Format,
+    format: str,
     names: list[str],
     tile: Tile,
     dots: int,
+    splits: int,
+    groups: int,
     in_grid: bool,
     target: decode.Target,
     cols: int,
@@ -210,42 +290,47 @@ def _kernel(
     row = pl.program_id(0) * tile.rows
     t0 = pl.program_id(2) * (tile.dot_rows * dots)
     rows, size = x_ref.shape[0], tile.dot_rows
-    lead = (plgpu.load(layer_ref.at[jnp.int32(0)]),) if len(weights["codes"].shape) == 3 else ()
-    blocks = fmt.padded(cols) // (fmt.block * tile.splits)
+    matrix_ref = weights[names[0]]
+    lead = (plgpu.load(layer_ref.at[jnp.int32(0)]),) if len(matrix_ref.shape) == 3 else ()
+    blocks = -(-cols // block_of(format)) // splits
     starts = [t0 + size * d for d in range(dots)]
     exact = rows % (size * dots) == 0
-    groups = [
+    # Of grouped products every weight row reads its own group's columns.
+    column = row // (matrix_ref.shape[-2] // groups) * cols if groups > 1 else 0
+    parts = [
         Rows(
             size=size,
             start=t,
+            column=column,
             live=None if exact else t + jnp.arange(size, dtype=jnp.int32) < rows,
         )
         for t in starts
     ]
     one = functools.partial(
-        accumulate, fmt, weights, lead, row, tile.rows, x_ref=x_ref, groups=groups, blocks=blocks,
-        cols=cols, unroll=tile.unroll, target=target,
+        accumulate, format, weights, lead, row, tile.rows, x_ref=x_ref, groups=parts,
+        blocks=blocks, cols=cols, unroll=tile.unroll, target=target,
     )  # fmt: skip
     if in_grid:
         totals = one(first=pl.program_id(1) * blocks)
     else:
         totals = one(first=0)
-        for s in range(1, tile.splits):
+        for s in range(1, splits):
             totals = [a + b for a, b in zip(totals, one(first=s * blocks), strict=True)]
-    for group, total in zip(groups, totals, strict=True):
-        y = finish(fmt, weights, lead, total).T.astype(out_ref.dtype)
-        at: tuple[Any, ...] = (pl.ds(group.start, size), pl.ds(row, tile.rows))
+    for part, total in zip(parts, totals, strict=True):
+        y = finish(format, weights, lead, total).T.astype(out_ref.dtype)
+        at: tuple[Any, ...] = (pl.ds(part.start, size), pl.ds(row, tile.rows))
         if len(out_ref.shape) == 3:
             at = (pl.program_id(1), *at)
-        mask = None if group.live is None else group.live[:, None]
+        mask = None if part.live is None else part.live[:, None]
         plgpu.store(out_ref.at[at], y, mask=mask)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Activation rows of one product: a run of rows, or rows by number."""
+    """Activation rows of one product, from `column` on: a run of rows, or rows by number."""
 
     size: int
+    column: Any = 0
     start: Any = None
     number: Any = None
     live: Any = None
@@ -258,7 +343,8 @@ class Rows:
             inside = (k0 + jnp.arange(decode.TILE_K, dtype=jnp.int32) < cols)[None, :]
             mask = inside if mask is None else mask & inside
         if self.number is None:
-            at = x_ref.at[(pl.ds(self.start, self.size), pl.ds(k0, decode.TILE_K))]
+            first = k0 + self.column if isinstance(self.column, Array) else k0
+            at = x_ref.at[(pl.ds(self.start, self.size), pl.ds(first, decode.TILE_K))]
         else:
             at = x_ref.at[grid_index(self.number, k0, decode.TILE_K)]
         return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
@@ -272,7 +358,7 @@ def grid_index(rows: Array, first: Array, size: int) -> tuple[Array, Array]:
 
 
 def accumulate(
-    fmt: formats.Format,
+    format: str,
     weights: dict[str, Any],
     lead: tuple[Any, ...],
     row: Array,
@@ -295,17 +381,20 @@ def accumulate(
     Returns: per group float32 [rows, group size].
     """
 
+    size = block_of(format)
+
     def one_block(block: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
-        raw = decode.load(fmt, weights, lead, row, rows, block)
         out = list(accs)
-        for j, (tile, factor) in enumerate(decode.tiles(fmt, raw, target)):
-            k0 = block * fmt.block + decode.TILE_K * j
+        tiles = _tiles(format, weights, lead, row, rows, block, cols, target)
+        for j, (parts, factor) in enumerate(tiles):
+            k0 = block * size + decode.TILE_K * j
             for g, group in enumerate(groups):
-                x = group.load(x_ref, k0, cols, cols % fmt.block == 0)
-                if factor is None:
-                    out[g] = dot_onto(out[g], tile, x)
-                else:
-                    out[g] += dot_onto(jnp.zeros_like(out[g]), tile, x) * factor[:, None]
+                x = group.load(x_ref, k0, cols, cols % size == 0)
+                for part in parts:
+                    if factor is None:
+                        out[g] = dot_onto(out[g], part, x)
+                    else:
+                        out[g] += dot_onto(jnp.zeros_like(out[g]), part, x) * factor[:, None]
         return tuple(out)
 
     def body(i: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -317,13 +406,43 @@ def accumulate(
     return list(lax.fori_loop(0, blocks // unroll, body, zeros))
 
 
-def finish(
-    fmt: formats.Format, weights: dict[str, Any], lead: tuple[Any, ...], acc: Array
-) -> Array:
+def _tiles(
+    format: str,
+    weights: dict[str, Any],
+    lead: tuple[Any, ...],
+    row: Array,
+    rows: int,
+    block: Array,
+    cols: int,
+    target: decode.Target,
+) -> list[tuple[list[Array], Array | None]]:
+    """Weights [rows, 128] as bfloat16 addends (three for float32), and a factor of the product."""
+    if format not in _PLAIN:
+        fmt = formats.get(format)
+        raw = decode.load(fmt, weights, lead, row, rows, block)
+        return [([tile], factor) for tile, factor in decode.tiles(fmt, raw, target)]
+    k0 = block * decode.TILE_K
+    ref = weights["plain"].at[(*lead, pl.ds(row, rows), pl.ds(k0, decode.TILE_K))]
+    if cols % decode.TILE_K == 0:
+        w = plgpu.load(ref)
+    else:
+        inside = (k0 + jnp.arange(decode.TILE_K, dtype=jnp.int32) < cols)[None, :]
+        w = plgpu.load(ref, mask=jnp.broadcast_to(inside, (rows, decode.TILE_K)), other=0.0)
+    if format == "bfloat16":
+        return [([w], None)]
+    high = w.astype(jnp.bfloat16)
+    rest = w - high.astype(jnp.float32)
+    middle = rest.astype(jnp.bfloat16)
+    low = (rest - middle.astype(jnp.float32)).astype(jnp.bfloat16)
+    return [([low, middle, high], None)]
+
+
+def finish(format: str, weights: dict[str, Any], lead: tuple[Any, ...], acc: Array) -> Array:
     """What `accumulate` left out: the power of two of the tiles and the matrix's factor."""
-    up = jnp.float32(2.0 ** decode.shift(fmt))
+    shift = 0 if format in _PLAIN else decode.shift(formats.get(format))
+    up = jnp.float32(2.0**shift)
     if "factor" not in weights:
-        return acc * up if decode.shift(fmt) else acc
+        return acc * up if shift else acc
     ref = weights["factor"]
     if len(ref.shape) == len(lead):
         return acc * (plgpu.load(ref.at[lead]) * up)

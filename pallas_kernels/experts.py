@@ -19,9 +19,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend as backend_lib
-from pallas_kernels import decode, formats, packing
+from pallas_kernels import decode, packing
 from pallas_kernels.backend import Backend
-from pallas_kernels.dense import DOT_ROWS, ROW_TILE, Rows, accumulate, finish, grid_index, product
+from pallas_kernels.dense import (
+    DOT_ROWS,
+    ROW_TILE,
+    Rows,
+    accumulate,
+    block_of,
+    finish,
+    grid_index,
+    kernel_format,
+    operands,
+    product,
+)
 from pallas_kernels.packing import RUN, QuantArray
 
 Weights = QuantArray | Array
@@ -45,8 +56,16 @@ class Tile:
     down_unroll: int = 1
     down_warps: int = 4
     down_stages: int = 3
-    down_splits: int = 1
     wide: bool = False
+
+
+def default_tile(t: int, target: decode.Target) -> Tile:
+    """A reasonable tile without measurement."""
+    return Tile(wide=target == "cuda" and t > DOT_ROWS)
+
+
+DOWN_SPLITS = 1
+"""Parts of K in the down product; decides the result's bits."""
 
 
 def experts(
@@ -226,15 +245,14 @@ def _kernels(
     target: decode.Target,
     tile: Tile | None,
 ) -> Array:
-    for w in (w13, w2):
-        if not isinstance(w, QuantArray) or w.format not in decode.DECODABLE:
-            what = f"format {w.format}" if isinstance(w, QuantArray) else f"{w.dtype} weights"
-            raise NotImplementedError(f"experts: no kernel for {what}")
-    assert isinstance(w13, QuantArray) and isinstance(w2, QuantArray)
+    kinds = [kernel_format("experts", w) for w in (w13, w2)]
     if x_TM.dtype != jnp.bfloat16:
         raise NotImplementedError(f"experts: the kernel takes bfloat16 rows, not {x_TM.dtype}")
-    tile = tile or backend_lib.tile("experts", Tile(), key=f"{w13.format}+{w2.format}")
-    (t, slots), num, f, m = ids_TS.shape, w2.shape[-3], w2.cols, w2.rows
+    (t, slots), (num, m, f) = ids_TS.shape, w2.shape[-3:]
+    if tile is None:
+        size = "few" if t <= DOT_ROWS else "many"
+        default = default_tile(t, target)
+        tile = backend_lib.tile("experts", default, key=f"{kinds[0]}+{kinds[1]}/{size}")
     if slots > 8:
         raise NotImplementedError(f"experts: the kernel takes at most 8 slots, not {slots}")
     pairs = t * slots
@@ -256,12 +274,12 @@ def _kernels(
     )  # fmt: skip
     out = _call(
         "experts_down", common, w2, h, scalars, routes, out_dtype=jnp.float32, limit=None,
-        shape=(tile.down_splits, pairs, m), tiles=tiles, n=tile.down_rows,
-        unroll=tile.down_unroll, splits=tile.down_splits, num_warps=tile.down_warps,
+        shape=(DOWN_SPLITS, pairs, m), tiles=tiles, n=tile.down_rows,
+        unroll=tile.down_unroll, splits=DOWN_SPLITS, num_warps=tile.down_warps,
         num_stages=tile.down_stages,
     )  # fmt: skip
     total = out[0]
-    for s in range(1, tile.down_splits):
+    for s in range(1, DOWN_SPLITS):
         total = total + out[s]
     local = ids_TS - scalars[1]
     live = (local >= 0) & (local < num)
@@ -291,7 +309,7 @@ class _Common:
 def _call(
     name: str,
     common: _Common,
-    w: QuantArray,
+    w: Weights,
     x: Array,
     scalars: Array,
     groups: tuple[Array, ...],
@@ -306,32 +324,33 @@ def _call(
     num_warps: int,
     num_stages: int,
 ) -> Array:
-    fmt = formats.get(w.format)
-    step = fmt.block * unroll * splits
-    if w.rows % n or fmt.padded(w.cols) % step:
+    format, (rows, cols) = kernel_format(name, w), w.shape[-2:]
+    step = block_of(format) * unroll * splits
+    if rows % n or -(-cols // block_of(format)) * block_of(format) % step:
         raise NotImplementedError(
-            f"{name}: {w.format} [{w.rows}, {w.cols}] needs N a multiple of {n} and K of {step}"
+            f"{name}: {format} [{rows}, {cols}] needs N a multiple of {n} and K of {step}"
         )
+    names, arrays = operands(w)
     kernel = functools.partial(
-        _kernel, c=common, fmt=fmt, names=packing.fields_of(w), n=n, unroll=unroll, splits=splits,
-        cols=w.cols, limit=limit,
+        _kernel, c=common, format=format, names=names, n=n, unroll=unroll, splits=splits, cols=cols,
+        limit=limit,
     )  # fmt: skip
     y: Array = backend_lib.pallas(
         kernel,
-        name=f"{name}_{w.format}",
-        grid=(w.rows // n, tiles, splits),
+        name=f"{name}_{format}",
+        grid=(rows // n, tiles, splits),
         out_shape=jax.ShapeDtypeStruct(shape, out_dtype),
         num_warps=num_warps,
         num_stages=num_stages,
         interpret=common.target == "interpret",
-    )(scalars, *groups, x, *w.arrays())
+    )(scalars, *groups, x, *arrays)
     return y
 
 
 def _kernel(
     *refs: Any,
     c: _Common,
-    fmt: formats.Format,
+    format: str,
     names: list[str],
     n: int,
     unroll: int,
@@ -343,7 +362,7 @@ def _kernel(
     weights = dict(zip(names, weight_refs, strict=True))
     # Read here: emulation knows program numbers at the top level only.
     column, group_, split = (pl.program_id(i) for i in range(3))
-    blocks = fmt.padded(cols) // (fmt.block * splits)
+    blocks = -(-cols // block_of(format)) // splits
 
     @pl.when(group_ < plgpu.load(used_ref.at[jnp.int32(0)]))
     def _() -> None:
@@ -356,7 +375,7 @@ def _kernel(
         ]
         hits = [p < c.t * c.slots for p in pairs]
         totals = accumulate(
-            fmt, weights, lead, column * n, n, x_ref=x_ref,
+            format, weights, lead, column * n, n, x_ref=x_ref,
             groups=[
                 Rows(size=c.dot_rows, number=p if limit is None else p // c.slots, live=hit)
                 for p, hit in zip(pairs, hits, strict=True)
@@ -364,7 +383,7 @@ def _kernel(
             first=split * blocks, blocks=blocks, cols=cols, unroll=unroll, target=c.target,
         )  # fmt: skip
         for pair, hit, acc in zip(pairs, hits, totals, strict=True):
-            y = finish(fmt, weights, lead, acc)
+            y = finish(format, weights, lead, acc)
             if limit is not None:
                 weight = plgpu.load(weight_ref.at[pair], mask=hit, other=0.0)
                 y = _activated(y, weight, limit)
