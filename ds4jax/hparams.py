@@ -79,6 +79,7 @@ def _float(value: Any) -> float | None:
 
 
 def to_ints(value: Any) -> tuple[int, ...] | None:
+    """A list or array of integers as a tuple, cut to a sane length; None if it is anything else."""
     if isinstance(value, np.ndarray):
         value = value[: MAX_LAYERS + 64].tolist()
     if not isinstance(value, list):
