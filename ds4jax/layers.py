@@ -98,7 +98,6 @@ def _hyper_read(ctx: Context, x: Array, w: Weights, name: str) -> tuple[Array, A
         iters=cfg.hc_sinkhorn_iters,
         hc_eps=cfg.hc_eps,
         rms_eps=cfg.rms_norm_eps,
-        unroll=ctx.sequence_len > 0,
     )
 
 

@@ -10,6 +10,7 @@ donates.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -223,14 +224,15 @@ def sequences(
     Returns: logits_BTV float32, activations [B*T, ...] by name.
 
     Raises:
-        ValueError: for another backend.
+        ValueError: for another backend, or scanned layers whose SwiGLU limits differ.
     """
     if run.backend != "reference":
         raise ValueError(f"sequences: backend is {run.backend!r}, must be 'reference'")
     lanes, length = token_BT.shape
     ctx = Context(cfg, run, capture=capture, sequence_len=length)
-    pos = jnp.tile(jnp.arange(length, dtype=jnp.int32), lanes)
-    cs_main, cs, cs4, cs128 = _angles(params, pos)
+    line = jnp.arange(length, dtype=jnp.int32)
+    pos, *angles = (jnp.concatenate([a] * lanes) for a in (line, *_angles(params, line)))
+    cs_main, cs, cs4, cs128 = angles
     zero = jnp.zeros_like(pos)
     rows = Rows(
         slot=zero, pos=pos, token=token_BT.reshape(-1), live=jnp.ones_like(pos, bool), run=pos,
@@ -238,16 +240,63 @@ def sequences(
     )  # fmt: skip
     x = _embed(ctx, params, rows.token)
     captured: dict[str, Array] = {}
-    for info, weights in params.layers():
-
-        def fn(x: Array, w: Mapping[str, Any], info: Any = info) -> tuple[Array, dict[str, Array]]:
-            y, _, got = _layer_fn(ctx, info, w)(x, None, rows)
-            return y, got
-
-        x, got = jax.checkpoint(fn)(x, weights) if remat else fn(x, weights)
+    for group, units in zip(params.layout, params.groups, strict=True):
+        x, got = _sequence_group(ctx, group, units, x, rows, remat)
         captured |= got
     logits = _final(ctx, params, x)[1]
-    return logits.reshape(lanes, length, -1), captured
+    return logits.reshape(lanes, length, -1), {k: captured[k] for k in captured if k in capture}
+
+
+def _sequence_group(
+    ctx: Context, group: Group, units: tuple[Weights, ...], x: Array, rows: Rows, remat: bool
+) -> tuple[Array, dict[str, Array]]:
+    """All layers of a group on whole sequences: a scan whose body is the unit's layers.
+
+    The body carries the numbers of the first repetition; what it captures is named afterwards.
+    """
+    size = len(group.unit)
+
+    def numbers(u: int) -> list[int]:
+        return [group.first + r * size + u for r in range(group.count)]
+
+    limits = [
+        {(ctx.cfg.swiglu_limits[i], ctx.cfg.shared_swiglu_limits[i]) for i in numbers(u)}
+        for u in range(size)
+    ]
+    if any(len(found) > 1 for found in limits):
+        raise ValueError(f"sequences: layers {group.first}.. differ in their SwiGLU limits")
+    leaves = {name.partition(".")[2] for name in ctx.capture}
+    own = replace(
+        ctx, capture=frozenset(f"L{info.layer}.{leaf}" for info in group.unit for leaf in leaves)
+    )
+
+    def layer_of(info: LayerInfo) -> Callable[..., tuple[Array, dict[str, Array]]]:
+        def fn(x: Array, w: Weights) -> tuple[Array, dict[str, Array]]:
+            y, _, got = _layer_fn(own, info, w)(x, None, rows)
+            return y, got
+
+        return jax.checkpoint(fn) if remat else fn
+
+    def body(x: Array, weights: tuple[Weights, ...]) -> tuple[Array, dict[str, Array]]:
+        got: dict[str, Array] = {}
+        for info, w in zip(group.unit, weights, strict=True):
+            x, more = layer_of(info)(x, w)
+            got |= more
+        return x, got
+
+    if group.count > 1:
+        x, stacked = lax.scan(body, x, units)
+    else:
+        x, single = body(x, tuple(params_lib.layer_weights(w, 0) for w in units))
+        stacked = {k: v[None] for k, v in single.items()}
+    captured = {
+        f"L{i}.{leaf}": stacked[f"L{info.layer}.{leaf}"][r]
+        for u, info in enumerate(group.unit)
+        for r, i in enumerate(numbers(u))
+        for leaf in leaves
+        if f"L{info.layer}.{leaf}" in stacked
+    }
+    return x, captured
 
 
 def _run_group(

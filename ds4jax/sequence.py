@@ -59,17 +59,14 @@ def index_scores(q_BTIJ: Array, weight_BTI: Array, keys_BSJ: Array) -> Array:
 
 
 def select(scores_BTS: Array, visible_TS: Array, *, top_k: int) -> Array:
-    """The choice of `indexer.select` as a mask: bool [B, T, S].
-
-    A row is taken if fewer than `top_k` visible rows beat it (a higher score, or an equal one at a
-    lower number): counting comparisons needs no sort.
-    """
-    s = jnp.where(visible_TS[None], lax.stop_gradient(scores_BTS), -jnp.inf)
-    number = jnp.arange(s.shape[-1], dtype=jnp.int32)
-    lower = (number[None, :] < number[:, None])[None, None]
-    mine, other = s[:, :, :, None], s[:, :, None, :]
-    rank = jnp.sum((other > mine) | ((other == mine) & lower), axis=-1, dtype=jnp.int32)
-    return (rank < top_k) & visible_TS[None]
+    """The choice of `indexer.select` as a mask: bool [B, T, S]."""
+    lanes, length, groups = scores_BTS.shape
+    scores = jnp.where(visible_TS[None], lax.stop_gradient(scores_BTS), -jnp.inf)
+    count = jnp.tile(jnp.sum(visible_TS, axis=1, dtype=jnp.int32), lanes)
+    ids = indexer.select(scores.reshape(-1, groups), count, top_k=top_k)
+    rows = jnp.arange(lanes * length, dtype=jnp.int32)[:, None]
+    mask = jnp.zeros((lanes * length, groups), bool).at[rows, ids].set(True, mode="drop")
+    return mask.reshape(scores_BTS.shape)
 
 
 def _join(p: Partial, q: Array, keys: Array, valid: Array) -> tuple[Partial, Array]:

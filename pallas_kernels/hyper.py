@@ -23,13 +23,13 @@ def _collapse(streams_TND: Array, pre_TN: Array) -> Array:
     return jnp.sum(x * pre_TN[:, :, None], axis=1).astype(streams_TND.dtype)
 
 
-def sinkhorn(logits_TNN: Array, *, iters: int, eps: float, unroll: bool = False) -> Array:
+def sinkhorn(logits_TNN: Array, *, iters: int, eps: float) -> Array:
     """Doubly stochastic map from logits: one row softmax, then alternating normalisations.
 
     Columns first; with `iters` iterations there are `iters` column and `iters - 1` row
     normalisations, so the last one is a column normalisation.
 
-    Args: logits_TNN: float32 [T, n, n]. unroll: no loop in the program (faster gradients).
+    Args: logits_TNN: float32 [T, n, n].
     Returns: comb_TNN, float32; rows are the source stream, columns the destination.
     """
     c = jax.nn.softmax(logits_TNN, axis=-1) + eps
@@ -39,10 +39,6 @@ def sinkhorn(logits_TNN: Array, *, iters: int, eps: float, unroll: bool = False)
         c = c / (jnp.sum(c, axis=2, keepdims=True) + eps)
         return c / (jnp.sum(c, axis=1, keepdims=True) + eps)
 
-    if unroll:
-        for i in range(iters - 1):
-            c = body(i, c)
-        return c
     return lax.fori_loop(0, iters - 1, body, c)
 
 
@@ -55,7 +51,6 @@ def read(
     iters: int,
     hc_eps: float,
     rms_eps: float,
-    unroll: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Sublayer input and the two maps that will write its output back.
 
@@ -63,7 +58,6 @@ def read(
         streams_TND: residual streams [T, n, D], compute dtype.
         fn_OC: [(2 + n) n, n D]; scale_3: [3]; base_O: [(2 + n) n]; float32.
         iters: Sinkhorn iterations. hc_eps: added to pre and inside Sinkhorn. rms_eps: norm epsilon.
-        unroll: as of `sinkhorn`.
 
     Returns: x_TD (dtype of the streams), post_TN float32, comb_TNN float32.
     Source: architecture of DeepSeek-V4, hyper-connection maps.
@@ -74,8 +68,7 @@ def read(
     pre = jax.nn.sigmoid(m[:, :n] * scale_3[0] + base[:, :n]) + hc_eps
     post = 2.0 * jax.nn.sigmoid(m[:, n : 2 * n] * scale_3[1] + base[:, n : 2 * n])
     logits = (m[:, 2 * n :] * scale_3[2] + base[:, 2 * n :]).reshape(-1, n, n)
-    comb = sinkhorn(logits, iters=iters, eps=hc_eps, unroll=unroll)
-    return _collapse(streams_TND, pre), post, comb
+    return _collapse(streams_TND, pre), post, sinkhorn(logits, iters=iters, eps=hc_eps)
 
 
 def write(streams_TND: Array, y_TD: Array, post_TN: Array, comb_TNN: Array) -> Array:
