@@ -60,8 +60,10 @@ class Progress:
     def compile(self, done: int, count: int, name: str = "") -> None:
         """Programs compiled so far."""
         self._begin("compile")
-        self._text = f"compile: program {min(done + 1, count)} of {count}"
-        self._update(done, count, name, f"{done} of {count}")
+        self._text = (
+            f"compile: {done} of {count} programs" if done else "compile: the first program"
+        )
+        self._update(done, count, name, f"{done} of {count}" if done else "")
 
     def tokens(self, what: str, done: int, total: int) -> None:
         """Tokens gone through, of a known number."""

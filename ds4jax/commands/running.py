@@ -266,16 +266,19 @@ def start(loaded: Loaded, model: Opened, shown: Progress) -> LocalModel:
     """Compile what a request needs.
 
     Raises:
-        MemoryError: the state does not fit the device.
+        Failure: the state does not fit the device.
     """
     from ds4jax.local import LocalModel
 
     shown.compile(0, 1)
-    return LocalModel.open(
-        loaded,
-        model.tokenizer,
-        lambda name, done, count, seconds: shown.compile(done, count, name),
-    )
+    try:
+        return LocalModel.open(
+            loaded,
+            model.tokenizer,
+            lambda name, done, count, seconds: shown.compile(done, count, name),
+        )
+    except MemoryError as error:  # its further lines are a table of the plan
+        raise common.Failure(str(error).partition("\n")[0] or "out of memory") from None
 
 
 def settings_json(loaded: Loaded, model: Opened, ctx: int) -> dict[str, Any]:
