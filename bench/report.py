@@ -281,8 +281,8 @@ def identity(cells: Sequence[Mapping[str, Any]], wanted: set[str] | None = None)
     seen: dict[str, tuple[str, Mapping[str, Any]]] = {}
     differences = []
     for one in cells:
-        name = f"C{one['concurrency']}/{one['arm']}"
-        for request in one["per_request"]:
+        name = f"C{one.get('concurrency')}/{one.get('arm')}"
+        for request in one.get("per_request", ()):
             key = request["id"]
             if wanted is not None and key not in wanted:
                 continue
