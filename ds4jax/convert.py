@@ -9,6 +9,7 @@ A drafter that lies in the source (or is given) is merged into the file. The oth
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import zipfile
@@ -150,9 +151,18 @@ def convert(
     Raises:
         ValueError: listing every tensor that its target cannot hold, imatrix entries that fit no
             tensor, or (while writing) invalid values in the source. Nothing is left behind.
+        ValueError: `out` is a file of the source, or a pattern of `types` matches no tensor.
         FileExistsError, OSError: as `gguf_write.write`.
     """
-    job = _Job(model, types or Types(), imatrix or {}, draft or model.draft, workers, progress)
+    target = Path(out)
+    if target.exists() and any(target.samefile(path) for path in model.files if path.exists()):
+        raise ValueError(f"{target}: is the model that is read; give another output file")
+    types = types or Types()
+    job = _Job(model, types, imatrix or {}, draft or model.draft, workers, progress)
+    names = [item.gguf_name for item in job.items]
+    unused = [p for p, _ in types.overrides if not fnmatch.filter(names, p)]
+    if unused:
+        raise ValueError(f"no tensor has a name like {', '.join(unused)}; one is {names[0]}")
     metadata = job.metadata(name)
     nbytes = gguf_write.write(out, metadata, job.tensor_data(), overwrite=overwrite)
     return Converted(

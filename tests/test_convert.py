@@ -608,3 +608,20 @@ def test_an_existing_result_is_not_touched(plain: ModelFile, tmp_path: Path) -> 
 def test_no_jax_is_imported() -> None:
     code = "import sys, ds4jax.convert, ds4jax.convert_hf; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_model_is_not_converted_onto_itself(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    source = Path(__file__).parent / "data/oracle/w16/model.Q3_0_ROCMFPX.gguf"
+    path.write_bytes(source.read_bytes())
+    with pytest.raises(ValueError, match="is the model that is read"):
+        convert.convert(open_model(path), path, overwrite=True)
+    assert path.read_bytes() == source.read_bytes()
+
+
+def test_a_pattern_that_fits_no_tensor_is_refused(tmp_path: Path) -> None:
+    source = Path(__file__).parent / "data/oracle/w16/model.Q3_0_ROCMFPX.gguf"
+    types = convert.parse_types(["blk.99.*=q8_0"])
+    with pytest.raises(ValueError, match=r"blk\.99\.\*"):
+        convert.convert(open_model(source), tmp_path / "out.gguf", types)
+    assert not list(tmp_path.iterdir())

@@ -214,6 +214,9 @@ class _Shell:
                 if self._typed:
                     return input("> ")
                 line = sys.stdin.readline()
+                if any("\udc80" <= c <= "\udcff" for c in line):
+                    print("error: a line is not UTF-8 and is left out", file=sys.stderr)
+                    continue
                 return line if line else None
             except EOFError:
                 print()

@@ -51,6 +51,10 @@ def channel_options(streams: int) -> list[tuple[str, int]]:
     ]
 
 
+class BindError(OSError):
+    """An address that the server cannot listen on; the message says which and why."""
+
+
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Lets nothing but health checks through without the bearer token."""
 
@@ -184,18 +188,20 @@ class Server:
             else:
                 bound = server.add_insecure_port(address)
         except RuntimeError as error:
-            raise OSError(f"cannot bind {address}: {error}; is it in use?") from error
+            raise BindError(f"cannot bind {address}: {error}; is it in use?") from error
         if not bound:
-            raise OSError(f"cannot bind {address}: is it in use?")
+            raise BindError(f"cannot bind {address}: is it in use?")
         return int(bound)
 
     def _bind_unix(self, server: Any, path: str) -> None:
         """A socket file of a dead server is removed; anything else in its place is not."""
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise OSError(f"cannot bind unix:{path}: a file that is no socket is in its place")
+                raise BindError(
+                    f"cannot bind unix:{path}: a file that is no socket is in its place"
+                )
             if _is_alive(path):
-                raise OSError(f"cannot bind unix:{path}: another server listens there")
+                raise BindError(f"cannot bind unix:{path}: another server listens there")
             os.unlink(path)
         self._bind(server, f"unix:{path}", secure=False)
 
