@@ -311,6 +311,7 @@ def _attention(
     else:
         o, cache = _attend_cached(ctx, info, w, p, cache, rows, cap)
     o = rope.rotate(o, _angles(info, rows), inverse=True)
+    cap.add("heads_out", o)
     z = linear.grouped_matmul(
         o.reshape(o.shape[0], cfg.o_groups, -1), w["attn.wo_a"],
         backend=ctx.run.backend, out_dtype=ctx.dtype,
