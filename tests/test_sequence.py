@@ -26,7 +26,7 @@ def served(params: Any, cfg: Any, tokens: jax.Array, run: RuntimeConfig = RUN) -
     )
 
 
-@pytest.mark.parametrize("length", [3, 261])
+@pytest.mark.parametrize("length", [3, pytest.param(261, marks=pytest.mark.slow)])
 def test_equals_the_serving_form(length: int) -> None:
     cfg, params = tiny.model()
     rng = np.random.default_rng(length)
@@ -38,6 +38,7 @@ def test_equals_the_serving_form(length: int) -> None:
         assert np.array_equal(jnp.argmax(got[lane], -1), jnp.argmax(want, -1))
 
 
+@pytest.mark.slow
 def test_rounded_numerics_agree_too() -> None:
     cfg, params = tiny.model()
     run = RuntimeConfig(max_ctx=384, num_slots=1, numerics="kv-fp8")
