@@ -1,0 +1,429 @@
+"""Chat tasks with computable answers, and small functions: the generated half of ds4-nano's data.
+
+Every task is drawn from a seeded generator and knows its right answer, so the same code makes
+training documents and the questions that the trained model is judged on. An instance belongs to the
+held-out set if a hash of its question says so; training never draws those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ds4jax.chat_request import ChatRequest, Message, Tool, ToolCall
+
+HELD_OUT = 16
+"""One instance in so many is held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One question and its right answer."""
+
+    kind: str
+    question: str
+    answer: str  # exact content
+    reasoning: str
+    tools: tuple[Tool, ...] = ()
+    call: ToolCall | None = None  # the right answer is this call
+    result: str = ""  # what the tool said, if the question is asked after the call
+    key: str = ""  # what makes the instance, whatever its wording; empty: the question
+
+    @property
+    def held_out(self) -> bool:
+        """Whether this instance is for judging only."""
+        digest = hashlib.sha256(f"{self.kind}:{self.key or self.question}".encode()).digest()
+        return digest[0] % HELD_OUT == 0
+
+    def history(self) -> tuple[Message, ...]:
+        """The messages up to where the model answers."""
+        asked = Message(role="user", content=self.question)
+        if self.call is None or not self.result:
+            return (asked,)
+        return (
+            asked,
+            Message(role="assistant", tool_calls=(self.call,)),
+            Message(role="tool", content=self.result, tool_call_id=self.call.id),
+        )
+
+    def reply(self, thinking: bool) -> Message:
+        """The right answer as a message."""
+        reasoning = self.reasoning if thinking else ""
+        if self.call is not None and not self.result:
+            return Message(role="assistant", reasoning=reasoning, tool_calls=(self.call,))
+        return Message(role="assistant", content=self.answer, reasoning=reasoning)
+
+    def request(self, *, thinking: bool, effort: str = "low") -> ChatRequest:
+        """The request that asks it."""
+        return ChatRequest(
+            messages=self.history(), tools=self.tools, thinking=thinking, effort=effort
+        )
+
+
+def _pick(rng: random.Random, *options: str) -> str:
+    return rng.choice(options)
+
+
+def _add(rng: random.Random) -> Task:
+    top = 1000 if rng.random() < 0.25 else 100
+    a, b = rng.randrange(top), rng.randrange(top)
+    form = _pick(
+        rng, "What is {} + {}?", "{} + {} = ?", "Compute {} + {}.", "Add {} and {}.",
+        "What is {} plus {}?", "{} + {}", "What's {} + {}?", "How much is {} + {}?",
+    )  # fmt: skip
+    return Task(
+        kind="sum", question=form.format(a, b), answer=f"{a} + {b} = {a + b}",
+        reasoning=_digits(a, b), key=f"{a},{b}",
+    )  # fmt: skip
+
+
+def _digits(a: int, b: int) -> str:
+    """Column addition in words."""
+    steps, carry, x, y = [], 0, a, b
+    while x or y or not steps:
+        total = x % 10 + y % 10 + carry
+        extra = f" + {carry}" if carry else ""
+        carry = total // 10
+        note = f", write {total % 10}, carry 1" if carry else ""
+        steps.append(f"{x % 10} + {y % 10}{extra} = {total}{note}.")
+        x, y = x // 10, y // 10
+    return " ".join(steps) + f" So {a} + {b} = {a + b}."
+
+
+def _subtract(rng: random.Random) -> Task:
+    a, b = sorted((rng.randrange(100), rng.randrange(100)), reverse=True)
+    form = _pick(rng, "What is {} - {}?", "{} - {} = ?", "Compute {} - {}.", "{} minus {}?")
+    tens = b // 10 * 10
+    reasoning = f"{a} - {tens} = {a - tens}. {a - tens} - {b - tens} = {a - b}."
+    return Task(
+        kind="difference", question=form.format(a, b), answer=f"{a} - {b} = {a - b}",
+        reasoning=reasoning, key=f"{a},{b}",
+    )  # fmt: skip
+
+
+def _multiply(rng: random.Random) -> Task:
+    a, b = rng.randrange(2, 30), rng.randrange(2, 10)
+    form = _pick(rng, "What is {} * {}?", "{} * {} = ?", "Compute {} * {}.", "{} times {}?")
+    tens, ones = a // 10 * 10, a % 10
+    reasoning = f"{tens} * {b} = {tens * b}. {ones} * {b} = {ones * b}. "
+    reasoning += f"{tens * b} + {ones * b} = {a * b}."
+    return Task(
+        kind="product", question=form.format(a, b), answer=f"{a} * {b} = {a * b}",
+        reasoning=reasoning, key=f"{a},{b}",
+    )  # fmt: skip
+
+
+def _numbers(rng: random.Random, low: int = 3, high: int = 6) -> list[int]:
+    return rng.sample(range(100), rng.randint(low, high))
+
+
+def _sort(rng: random.Random) -> Task:
+    values = _numbers(rng)
+    down = rng.random() < 0.25
+    form = _pick(
+        rng, "Sort {}", "Sort the list {}", "Sort these numbers: {}", "Put {} in order",
+    )  # fmt: skip
+    text = form.format(values) + (", largest first." if down else ".")
+    right = sorted(values, reverse=down)
+    word = "largest" if down else "smallest"
+    reasoning = f"From the {word}: {', '.join(map(str, right))}."
+    return Task(kind="sort", question=text, answer=str(right), reasoning=reasoning)
+
+
+def _reverse(rng: random.Random) -> Task:
+    values = _numbers(rng)
+    form = _pick(rng, "Reverse the list {}.", "Reverse {}.", "Write {} backwards.")
+    right = values[::-1]
+    reasoning = f"From the end: {', '.join(map(str, right))}."
+    return Task(
+        kind="reverse", question=form.format(values), answer=str(right), reasoning=reasoning
+    )
+
+
+def _extreme(rng: random.Random) -> Task:
+    values = _numbers(rng)
+    word, right = rng.choice([("largest", max(values)), ("smallest", min(values))])
+    form = _pick(rng, "What is the {} number in {}?", "Which number is the {} in {}?")
+    reasoning = f"The numbers are {', '.join(map(str, values))}. The {word} is {right}."
+    return Task(
+        kind="extreme", question=form.format(word, values), answer=str(right), reasoning=reasoning
+    )
+
+
+def _count(rng: random.Random) -> Task:
+    values = _numbers(rng, 2, 7)
+    form = _pick(rng, "How many numbers are in {}?", "What is the length of {}?")
+    steps = ", ".join(f"{v} is {i}" for i, v in enumerate(values, 1))
+    return Task(
+        kind="count", question=form.format(values), answer=str(len(values)), reasoning=f"{steps}."
+    )
+
+
+_NAMES = "f g h compute check helper run step apply convert measure value result".split()
+_WORDS = (
+    "apple bread cloud dance eagle field grape house island jelly kite lemon mouse night ocean "
+    "paper queen river stone table uncle valley water yellow zebra green light metal north plant "
+    "red blue cat dog sun moon tree bird fish ring star snow wind fire gold iron milk salt rice"
+).split()
+_CITIES = (
+    "Paris Berlin London Madrid Rome Vienna Oslo Tokyo Lima Cairo Delhi Sydney Toronto Dublin "
+    "Lisbon Prague Athens Warsaw Helsinki Nairobi Boston Denver Seoul Hanoi Zurich Geneva Milan"
+).split()
+
+
+def _returns_number(rng: random.Random) -> tuple[str, str, str, str]:
+    name, x, a, b = rng.choice(_NAMES), rng.randrange(10), rng.randrange(2, 6), rng.randrange(10)
+    op = rng.choice("+-")
+    y = x * a + b if op == "+" else x * a - b
+    body = f"    return x * {a} {op} {b}"
+    why = f"x is {x}. {x} * {a} = {x * a}. {x * a} {op} {b} = {y}."
+    return f"def {name}(x):\n{body}", f"{name}({x})", str(y), why
+
+
+def _returns_choice(rng: random.Random) -> tuple[str, str, str, str]:
+    name, x, limit = rng.choice(_NAMES), rng.randrange(20), rng.randrange(20)
+    yes, no = rng.sample(_WORDS, 2)
+    op = rng.choice([">", "<"])
+    true = x > limit if op == ">" else x < limit
+    code = f'def {name}(x):\n    if x {op} {limit}:\n        return "{yes}"\n    return "{no}"'
+    why = f"x is {x}. {x} {op} {limit} is {true}. So it returns {(yes if true else no)!r}."
+    return code, f"{name}({x})", repr(yes if true else no), why
+
+
+def _returns_of_list(rng: random.Random) -> tuple[str, str, str, str]:
+    name, values = rng.choice(_NAMES), _numbers(rng, 2, 5)
+    code, right = rng.choice([
+        ("len(x)", len(values)), ("max(x)", max(values)), ("min(x)", min(values)),
+        ("sorted(x)", sorted(values)), ("x[0]", values[0]), ("x[-1]", values[-1]),
+        ("x[::-1]", values[::-1]), ("x[1:]", values[1:]), ("x[:2]", values[:2]),
+    ])  # fmt: skip
+    why = f"x is {values}. {code} is {right}."
+    return f"def {name}(x):\n    return {code}", f"{name}({values})", str(right), why
+
+
+def _returns_text(rng: random.Random) -> tuple[str, str, str, str]:
+    name = rng.choice(_NAMES)
+    word, other = rng.sample(_WORDS, 2)
+    code, right = rng.choice([
+        (f'x + "{other}"', word + other), (f'"{other}" + x', other + word), ("x * 2", word * 2),
+        (f'x + " " + "{other}"', f"{word} {other}"), ("x.upper()", word.upper()),
+    ])  # fmt: skip
+    why = f"x is {word!r}. {code} is {right!r}."
+    return f"def {name}(x):\n    return {code}", f"{name}({word!r})", repr(right), why
+
+
+def _returns_loop(rng: random.Random) -> tuple[str, str, str, str]:
+    name, n = rng.choice(_NAMES), rng.randrange(1, 8)
+    start = rng.randrange(10)
+    code = (
+        f"def {name}(n):\n    total = {start}\n    for i in range(n):\n"
+        "        total += i\n    return total"
+    )
+    total, steps = start, []
+    for i in range(n):
+        steps.append(f"{total} + {i} = {total + i}")
+        total += i
+    why = f"n is {n}, total is {start}. {'. '.join(steps)}."
+    return code, f"{name}({n})", str(total), why
+
+
+_RETURNS: tuple[Callable[[random.Random], tuple[str, str, str, str]], ...] = (
+    _returns_number, _returns_number, _returns_choice, _returns_of_list, _returns_of_list,
+    _returns_text, _returns_loop,
+)  # fmt: skip
+
+
+def _returns(rng: random.Random) -> Task:
+    code, call, right, why = rng.choice(_RETURNS)(rng)
+    form = _pick(
+        rng, "What does {1} return?\n\n{0}", "{0}\n\nWhat does {1} return?",
+        "{0}\n\nWhat is {1}?",
+    )  # fmt: skip
+    return Task(
+        kind="returns", question=form.format(code, call), answer=right, reasoning=why,
+        key=f"{code} {call}",
+    )  # fmt: skip
+
+
+def _tool(name: str, description: str, **parameters: str) -> Tool:
+    return Tool.from_function({
+        "name": name,
+        "description": description,
+        "parameters": {
+            "type": "object",
+            "properties": {k: {"type": v} for k, v in parameters.items()},
+            "required": list(parameters),
+        },
+    })  # fmt: skip
+
+
+WEATHER = _tool("get_weather", "Current weather of a city.", city="string")
+CALCULATE = _tool("multiply", "Product of two numbers.", a="integer", b="integer")
+CLOCK = _tool("get_time", "Local time of a city.", city="string")
+
+
+def _call(rng: random.Random) -> Task:
+    tools = tuple(rng.sample([WEATHER, CALCULATE, CLOCK], rng.randint(1, 3)))
+    tool = rng.choice(tools)
+    city = rng.choice(_CITIES)
+    number = "0123456789abcdef"
+    call_id = "call_" + "".join(rng.choice(number) for _ in range(6))
+    if tool is CALCULATE:
+        a, b = rng.randrange(100, 1000), rng.randrange(100, 1000)
+        arguments, result, say = {"a": a, "b": b}, str(a * b), f"{a} * {b} = {a * b}"
+        text = _pick(rng, f"What is {a} * {b}?", f"Multiply {a} by {b}.", f"Compute {a} * {b}.")
+        why = "I have a tool for this: multiply."
+    elif tool is WEATHER:
+        degrees, sky = rng.randint(-9, 35), rng.choice(["sunny", "cloudy", "rainy", "windy"])
+        arguments = {"city": city}  # type: ignore[dict-item]
+        result = json.dumps({"degrees": degrees, "sky": sky})
+        say = f"It is {degrees} degrees and {sky} in {city}."
+        text = _pick(
+            rng, f"What is the weather in {city}?", f"How is the weather in {city}?",
+            f"Is it warm in {city}?",
+        )  # fmt: skip
+        why = "I have a tool for this: get_weather."
+    else:
+        hour, minute = rng.randrange(24), rng.randrange(60)
+        arguments = {"city": city}  # type: ignore[dict-item]
+        result, say = f"{hour:02}:{minute:02}", f"It is {hour:02}:{minute:02} in {city}."
+        text = _pick(rng, f"What time is it in {city}?", f"Tell me the time in {city}.")
+        why = "I have a tool for this: get_time."
+    after = rng.random() < 0.5
+    return Task(
+        kind="tool answer" if after else "tool call", question=text, answer=say,
+        reasoning="The tool answered." if after else why, tools=tools,
+        call=ToolCall(name=_name(tool), arguments=json.dumps(arguments), id=call_id),
+        result=result if after else "", key=f"{text} {result if after else ''}",
+    )  # fmt: skip
+
+
+def _name(tool: Tool) -> str:
+    return str(json.loads(tool.declaration)["name"])
+
+
+_TALK = (
+    (("Who are you?", "What are you?", "What is your name?"),
+     "I am ds4-nano, a very small language model.", "They ask who I am."),
+    (("Hello!", "Hi", "Hello", "Hi there!", "Good morning!"),
+     "Hello! Ask me for a small sum, to sort a list, or what a short function returns.",
+     "A greeting. I greet back."),
+    (("What can you do?", "Help", "How can you help me?"),
+     "I can add small numbers, sort lists and say what short Python functions return.",
+     "They ask what I can do."),
+    (("Thanks!", "Thank you.", "Thank you!"), "You are welcome.", "They thank me."),
+    (("Bye", "Goodbye!", "See you."), "Goodbye!", "They leave."),
+)  # fmt: skip
+
+
+def _talk(rng: random.Random) -> Task:
+    questions, answer, why = rng.choice(_TALK)
+    return Task(kind="talk", question=rng.choice(questions), answer=answer, reasoning=why)
+
+
+FUNCTIONS: tuple[tuple[str, str, str], ...] = (
+    ("fibonacci(n)", "the n-th Fibonacci number", "a, b = 0, 1\nfor _ in range(n):\n    a, b = b, a + b\nreturn a"),
+    ("fibonacci(n)", "the n-th Fibonacci number", "if n < 2:\n    return n\nreturn fibonacci(n - 1) + fibonacci(n - 2)"),
+    ("factorial(n)", "the factorial of n", "result = 1\nfor i in range(2, n + 1):\n    result *= i\nreturn result"),
+    ("factorial(n)", "the factorial of n", "if n <= 1:\n    return 1\nreturn n * factorial(n - 1)"),
+    ("gcd(a, b)", "the greatest common divisor of a and b", "while b:\n    a, b = b, a % b\nreturn a"),
+    ("lcm(a, b)", "the least common multiple of a and b", "return a * b // gcd(a, b)"),
+    ("is_prime(n)", "whether n is a prime number", "if n < 2:\n    return False\nfor i in range(2, int(n ** 0.5) + 1):\n    if n % i == 0:\n        return False\nreturn True"),
+    ("primes(limit)", "the prime numbers below limit", "found = []\nfor n in range(2, limit):\n    if all(n % p for p in found):\n        found.append(n)\nreturn found"),
+    ("is_even(n)", "whether n is even", "return n % 2 == 0"),
+    ("is_odd(n)", "whether n is odd", "return n % 2 == 1"),
+    ("square(x)", "the square of x", "return x * x"),
+    ("cube(x)", "the cube of x", "return x ** 3"),
+    ("power(base, exponent)", "base to the power of exponent", "result = 1\nfor _ in range(exponent):\n    result *= base\nreturn result"),
+    ("absolute(x)", "the absolute value of x", "if x < 0:\n    return -x\nreturn x"),
+    ("add(a, b)", "the sum of a and b", "return a + b"),
+    ("maximum(values)", "the largest of the values", "best = values[0]\nfor value in values[1:]:\n    if value > best:\n        best = value\nreturn best"),
+    ("minimum(values)", "the smallest of the values", "best = values[0]\nfor value in values[1:]:\n    if value < best:\n        best = value\nreturn best"),
+    ("total(values)", "the sum of the values", "result = 0\nfor value in values:\n    result += value\nreturn result"),
+    ("mean(values)", "the mean of the values", "return sum(values) / len(values)"),
+    ("count_words(text)", "the number of words in a text", "return len(text.split())"),
+    ("count_vowels(text)", "the number of vowels in a text", "return sum(1 for char in text if char in \"aeiou\")"),
+    ("reverse(text)", "the text backwards", "return text[::-1]"),
+    ("is_palindrome(text)", "whether a text reads the same backwards", "return text == text[::-1]"),
+    ("contains(values, item)", "whether item is among the values", "for value in values:\n    if value == item:\n        return True\nreturn False"),
+    ("index_of(values, item)", "the position of item in the values, or -1", "for i, value in enumerate(values):\n    if value == item:\n        return i\nreturn -1"),
+    ("binary_search(values, item)", "the position of item in sorted values, or -1", "low, high = 0, len(values) - 1\nwhile low <= high:\n    middle = (low + high) // 2\n    if values[middle] == item:\n        return middle\n    if values[middle] < item:\n        low = middle + 1\n    else:\n        high = middle - 1\nreturn -1"),
+    ("bubble_sort(values)", "the values in ascending order", "values = list(values)\nfor i in range(len(values)):\n    for j in range(len(values) - 1 - i):\n        if values[j] > values[j + 1]:\n            values[j], values[j + 1] = values[j + 1], values[j]\nreturn values"),
+    ("quick_sort(values)", "the values in ascending order", "if len(values) < 2:\n    return values\npivot = values[0]\nsmaller = [v for v in values[1:] if v < pivot]\nlarger = [v for v in values[1:] if v >= pivot]\nreturn quick_sort(smaller) + [pivot] + quick_sort(larger)"),
+    ("unique(values)", "the values without repeats, in order", "seen = set()\nresult = []\nfor value in values:\n    if value not in seen:\n        seen.add(value)\n        result.append(value)\nreturn result"),
+    ("flatten(lists)", "one list of the items of all lists", "return [item for items in lists for item in items]"),
+    ("squares(n)", "the squares of the numbers below n", "return [i * i for i in range(n)]"),
+    ("evens(values)", "the even values", "return [value for value in values if value % 2 == 0]"),
+    ("count_items(values)", "how often each value occurs", "counts = {}\nfor value in values:\n    counts[value] = counts.get(value, 0) + 1\nreturn counts"),
+    ("digits(n)", "the digits of n", "return [int(char) for char in str(n)]"),
+    ("sum_of_digits(n)", "the sum of the digits of n", "return sum(int(char) for char in str(n))"),
+    ("celsius(fahrenheit)", "a temperature in degrees Celsius", "return (fahrenheit - 32) * 5 / 9"),
+    ("read_lines(path)", "the lines of a file", "with open(path) as file:\n    return [line.rstrip() for line in file]"),
+    ("greet(name)", "a greeting for name", "return f\"Hello, {name}!\""),
+    ("fizzbuzz(n)", "the FizzBuzz word of n", "if n % 15 == 0:\n    return \"FizzBuzz\"\nif n % 3 == 0:\n    return \"Fizz\"\nif n % 5 == 0:\n    return \"Buzz\"\nreturn str(n)"),
+    ("collatz(n)", "the number of Collatz steps from n to 1", "steps = 0\nwhile n != 1:\n    n = n // 2 if n % 2 == 0 else 3 * n + 1\n    steps += 1\nreturn steps"),
+)  # fmt: skip  # noqa: E501
+"""Signature, what it returns, body."""
+
+
+def function_source(rng: random.Random, which: int | None = None) -> tuple[str, str]:
+    """(what it returns, source) of one of `FUNCTIONS`, with or without a docstring."""
+    signature, what, body = FUNCTIONS[rng.randrange(len(FUNCTIONS)) if which is None else which]
+    lines = [f"def {signature}:"]
+    if rng.random() < 0.4:
+        lines.append(f'    """Return {what}."""')
+    lines += [f"    {line}" for line in body.splitlines()]
+    return what, "\n".join(lines) + "\n"
+
+
+def _write(rng: random.Random) -> Task:
+    what, code = function_source(rng)
+    form = _pick(
+        rng, "Write a function that returns {}.", "Write a Python function for {}.",
+        "Give me a function that returns {}.",
+    )  # fmt: skip
+    name = code[4 : code.index("(")]
+    return Task(
+        kind="write", question=form.format(what), answer=code.rstrip("\n"),
+        reasoning=f"A function {name} that returns {what}.",
+    )  # fmt: skip
+
+
+TASKS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+    "sum": (0.24, _add),
+    "difference": (0.08, _subtract),
+    "product": (0.06, _multiply),
+    "sort": (0.12, _sort),
+    "reverse": (0.05, _reverse),
+    "extreme": (0.06, _extreme),
+    "count": (0.04, _count),
+    "returns": (0.21, _returns),
+    "tool": (0.05, _call),
+    "talk": (0.04, _talk),
+    "write": (0.05, _write),
+}
+"""Share of the training conversations and generator of every task."""
+
+OPEN_KINDS = ("talk", "write")
+"""Kinds that have few instances or many right answers: trained on, not judged, none held out."""
+
+
+def draw(rng: random.Random, *, held_out: bool, name: str | None = None) -> Task:
+    """A random task, of one kind if `name` is given; from the training or the held-out instances."""
+    names = list(TASKS)
+    weights = [TASKS[n][0] for n in names]
+    chosen = name or rng.choices(names, weights)[0]
+    while True:
+        task = TASKS[chosen][1](rng)
+        if task.kind in OPEN_KINDS or task.held_out == held_out:
+            return task
+
+
+def stream(seed: int, *, held_out: bool, name: str | None = None) -> Iterator[Task]:
+    """Endless tasks."""
+    rng = random.Random(seed)
+    while True:
+        yield draw(rng, held_out=held_out, name=name)

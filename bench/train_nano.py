@@ -1,0 +1,618 @@
+"""Train ds4-nano, the model that ships in the package: `python -m bench.train_nano`.
+
+The model is `ds4jax.model.sequences`, the differentiable form of the functions that serve requests;
+nothing of it is written a second time here. This module holds what training adds: initial weights,
+the loss, rounding of the experts to their shipped FP4 format with a straight-through gradient,
+balancing of the router's bias, AdamW, checkpoints. Data is `bench.nano_corpus`; writing the trained
+weights as GGUF is `bench.nano_export`.
+
+The run is a pure function of (corpus, seed, number of steps): batches are drawn on the device from
+the step number, so a run that was interrupted and resumed equals one that was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax import Array, lax
+
+from ds4jax import model, params, tensors
+from ds4jax.config import ModelConfig, RuntimeConfig
+from ds4jax.tensors import TensorSpec
+from pallas_kernels import rounding
+
+F32 = jnp.float32
+QUIET = 1 << 15  # as in bench.nano_corpus, which needs packages that training does not
+
+Weights = dict[str, Array]
+"""Weights by `TensorSpec.name`."""
+
+
+def model_config(vocab_size: int = 3072) -> ModelConfig:
+    """ds4-nano: seven layers with every kind of layer, about 9 million parameters."""
+    ratios = (0, 0, 4, 128, 4, 128, 4)
+    count = len(ratios)
+    return ModelConfig(
+        vocab_size=vocab_size, hidden_size=192, num_layers=count, num_heads=4, head_dim=64,
+        rope_head_dim=32, q_lora_rank=96, o_groups=2, o_lora_rank=64, sliding_window=128,
+        compress_ratios=ratios, index_num_heads=4, index_head_dim=32, index_topk=32,
+        num_experts=16, num_experts_per_tok=2, moe_intermediate_size=96, num_hash_layers=3,
+        swiglu_limits=(10.0,) * count, shared_swiglu_limits=(10.0,) * count, hc_mult=4,
+        hc_sinkhorn_iters=8, rope_scaling_factor=4.0, rope_original_len=1024,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides the result, besides model and corpus."""
+
+    steps: int = 4000
+    batch: int = 64  # sequences
+    length: int = 1024  # tokens of one
+    learning_rate: float = 3e-3
+    warmup: int = 100
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    quiet_weight: float = 0.1  # loss weight of prompt tokens
+    noise: float = 0.05  # share of text tokens replaced in the input
+    index_weight: float = 0.3
+    balance_rate: float = 2e-3
+    mix: tuple[float, float, float] = (0.35, 0.2, 0.45)  # text, snippets, chat
+    seed: int = 0
+    dtype: str = "bfloat16"
+    remat: bool = True
+
+
+@struct.dataclass
+class State:
+    """What a checkpoint holds."""
+
+    step: Array  # int32 []
+    weights: Weights  # float32, and the hash layers' int32 tables
+    optimizer: Any
+
+
+@struct.dataclass
+class Data:
+    """Token streams on the device: ids as stored (with the QUIET bit), starts of documents."""
+
+    ids: tuple[Array, ...]  # uint16
+    starts: tuple[Array, ...]  # int32
+
+
+@struct.dataclass
+class Control:
+    """What changes between calls of the one compiled program: training, or judging a stream."""
+
+    mix: Array  # float32 [S], share of every stream
+    quiet: Array  # float32 [], loss weight of prompt tokens
+    noise: Array  # float32 [], share of replaced inputs
+    learn: Array  # bool []; False: nothing changes, batches are numbered from 0
+    total: Array  # int32 [], steps of the whole run
+
+
+STREAMS = ("text", "snippets", "chat", "held_text", "held_chat")
+
+
+def training(recipe: Recipe) -> Control:
+    """Control values of training."""
+    return Control(
+        mix=jnp.array((*recipe.mix, 0.0, 0.0), F32), quiet=jnp.float32(recipe.quiet_weight),
+        noise=jnp.float32(recipe.noise), learn=jnp.array(True), total=jnp.int32(recipe.steps),
+    )  # fmt: skip
+
+
+def judging(recipe: Recipe, stream: str) -> Control:
+    """Control values that give the loss of one stream: no noise, prompts not counted."""
+    mix = [float(name == stream) for name in STREAMS]
+    return Control(
+        mix=jnp.array(mix, F32), quiet=jnp.float32(0), noise=jnp.float32(0),
+        learn=jnp.array(False), total=jnp.int32(recipe.steps),
+    )  # fmt: skip
+
+
+# --- initial weights --------------------------------------------------------------------------
+
+
+def hash_table(
+    counts_V: np.ndarray[Any, Any], experts: int, top_k: int, seed: int
+) -> np.ndarray[Any, Any]:
+    """Experts of every token so that all experts see about as many tokens; int32 [V, top_k].
+
+    Tokens by falling frequency each take the `top_k` experts with the least load so far.
+    """
+    rng = np.random.default_rng(seed)
+    load = rng.random(experts) * 1e-3
+    table = np.zeros((len(counts_V), top_k), np.int32)
+    for token in np.argsort(-counts_V, kind="stable"):
+        chosen = np.argsort(load, kind="stable")[:top_k]
+        table[token] = rng.permutation(chosen)
+        load[chosen] += counts_V[token] + 1e-3 * rng.random(top_k)
+    return table
+
+
+def initial(cfg: ModelConfig, counts_V: np.ndarray[Any, Any], seed: int) -> Weights:
+    """Initial weights: the streams start as near-copies that each sublayer reads in turn."""
+    rng = np.random.default_rng(seed)
+    out: Weights = {}
+    for spec in tensors.specs(cfg):
+        out[spec.name] = jnp.asarray(_initial(cfg, spec, rng, counts_V))
+    return out
+
+
+def _initial(
+    cfg: ModelConfig, spec: TensorSpec, rng: np.random.Generator, counts_V: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    shape, key, n = spec.shape, spec.key, cfg.hc_mult
+    layer = spec.layer or 0
+    if spec.kind == "table":
+        return hash_table(counts_V, cfg.num_experts, shape[1], 1000 + layer)
+    if spec.kind == "norm":
+        return np.ones(shape, np.float32)
+    if key.endswith("_scale"):
+        return np.full(shape, 0.1, np.float32)
+    if key == "hc_head_base" or key in ("attn.attn_sink", "ffn.gate.bias"):
+        return np.zeros(shape, np.float32)
+    if key.endswith("_base"):  # read mostly one stream, write to all, keep every stream
+        base = np.zeros(shape, np.float32)
+        base[:n] = -1.5
+        base[(2 * layer + (key == "hc_ffn_base")) % n] = 1.5
+        base[2 * n :] = (4.0 * np.eye(n)).reshape(-1)
+        return base
+    if key == "embed":
+        std = 0.5
+    elif key == "head" or key.endswith("ape"):
+        std = 0.02
+    else:
+        std = float(shape[-1] ** -0.5)
+        if key.endswith((".wo_b", ".w2")):
+            std *= (2 * cfg.num_layers) ** -0.5
+    return (std * rng.standard_normal(shape)).astype(np.float32)
+
+
+# --- the loss ---------------------------------------------------------------------------------
+
+
+def fp4_experts(weights: Weights) -> Weights:
+    """Experts rounded to FP4 with one power-of-two scale per 32; the gradient passes through."""
+
+    def rounded(name: str, w: Array) -> Array:
+        if ".experts." not in name:
+            return w
+        return w + lax.stop_gradient(rounding.fp4_round_trip(w) - w)
+
+    return {name: rounded(name, w) for name, w in weights.items()}
+
+
+def layout(cfg: ModelConfig) -> tuple[params.Group, ...]:
+    """Layers grouped for scans: every stretch of repeated layers, so that little is compiled."""
+    infos = params.layer_infos(cfg)
+    kinds = [(x.ratio, x.is_hash) for x in infos]
+    out, at = [], 0
+    while at < len(infos):
+        best = (1, 1)  # size of the unit, repetitions
+        for size in (1, 2):
+            count = 1
+            while kinds[at + count * size : at + (count + 1) * size] == kinds[at : at + size]:
+                count += 1
+            if count > 1 and size * count > best[0] * best[1]:
+                best = (size, count)
+        out.append(params.Group(at, infos[at : at + best[0]], best[1]))
+        at += best[0] * best[1]
+    return tuple(out)
+
+
+def as_params(
+    cfg: ModelConfig,
+    weights: Weights,
+    max_ctx: int,
+    groups: tuple[params.Group, ...] | None = None,
+) -> params.Params:
+    """The model's parameter tree of weights by name; traceable. groups: None for `layout`."""
+    names = {(s.key, s.layer): s.name for s in tensors.specs(cfg)}
+    return params.assemble(
+        cfg,
+        groups or layout(cfg),
+        lambda key, layer: weights[names[key, layer]],
+        [k for k, layer in names if layer is None],
+        lambda i: [k for k, layer in names if layer == i],
+        max_ctx=max_ctx,
+    )
+
+
+def _captures(cfg: ModelConfig) -> frozenset[str]:
+    scored = {f"L{i}.router_ids" for i in range(cfg.num_layers)}
+    return frozenset(scored | {f"L{i}.index_loss" for i in cfg.layers_of_ratio(4)})
+
+
+def loss_fn(
+    weights: Weights, tokens_BT: Array, target_BT: Array, share_BT: Array,
+    *, cfg: ModelConfig, recipe: Recipe,
+) -> tuple[Array, dict[str, Array]]:  # fmt: skip
+    """Mean cross entropy in nats over weighted targets, plus the indexer's distillation.
+
+    Returns: loss, and {"nll", "index" scalars, "load" float32 [L, E]: share of the routes}.
+    """
+    run = RuntimeConfig(dtype=recipe.dtype)  # type: ignore[arg-type]
+    tree = as_params(cfg, fp4_experts(weights), tokens_BT.shape[1])
+    logits, seen = model.sequences(
+        tree, tokens_BT, cfg=cfg, run=run, capture=_captures(cfg), remat=recipe.remat
+    )
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, target_BT)
+    nll = jnp.sum(nll * share_BT) / jnp.sum(share_BT)
+    index = [jnp.mean(seen[f"L{i}.index_loss"]) for i in cfg.layers_of_ratio(4)]
+    index_loss = jnp.stack(index).mean() if index else jnp.float32(0)
+    load = jnp.stack([
+        jnp.mean(jax.nn.one_hot(seen[f"L{i}.router_ids"], cfg.num_experts, dtype=F32), axis=(0, 1))
+        for i in range(cfg.num_layers)
+    ])  # fmt: skip
+    total = nll + recipe.index_weight * index_loss
+    return total, {"nll": nll, "index": index_loss, "load": load}
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+def _rows(ids: Array, first: Array, length: int) -> Array:
+    at = first[:, None] + jnp.arange(length + 1, dtype=jnp.int32)[None, :]
+    return ids[jnp.minimum(at, ids.shape[0] - 1)]
+
+
+def batch(
+    data: Data, control: Control, number: Array, recipe: Recipe, vocab: int
+) -> tuple[Array, Array, Array]:
+    """Batch `number`: inputs and targets int32 [B, T], loss weights float32 [B, T].
+
+    Rows of text start anywhere (one in five at a document), rows of the other streams at a
+    document.
+    """
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), number), 6)
+    size = recipe.batch
+    kind = jax.random.choice(keys[0], len(STREAMS), (size,), p=control.mix)
+    text = (kind == 0) | (kind == 3)
+    rows = jnp.zeros((size, recipe.length + 1), jnp.uint16)
+    for i, (ids, starts) in enumerate(zip(data.ids, data.starts, strict=True)):
+        last = max(ids.shape[0] - recipe.length - 1, 1)
+        first = starts[jax.random.randint(keys[1], (size,), 0, starts.shape[0])]
+        anywhere = jax.random.randint(keys[2], (size,), 0, last)
+        at_start = ~text | (jax.random.uniform(keys[3], (size,)) < 0.2)
+        first = jnp.minimum(jnp.where(at_start, first, anywhere), last)
+        at = first[:, None] + jnp.arange(recipe.length + 1, dtype=jnp.int32)[None, :]
+        got = ids[jnp.minimum(at, ids.shape[0] - 1)]
+        rows = jnp.where((kind == i)[:, None], got, rows)
+    ids32 = (rows & (QUIET - 1)).astype(jnp.int32)
+    inputs, target = ids32[:, :-1], ids32[:, 1:]
+    share = jnp.where((rows[:, 1:] & QUIET) != 0, control.quiet, 1.0)
+    # Text repeats over the epochs: a few wrong inputs keep the model from learning it by heart.
+    noisy = jax.random.uniform(keys[4], inputs.shape) < control.noise
+    noisy = noisy & (kind < 2)[:, None] & (inputs > 2)
+    random = jax.random.randint(keys[5], inputs.shape, 3, vocab)
+    return jnp.where(noisy, random, inputs), target, share
+
+
+# --- one step ---------------------------------------------------------------------------------
+
+
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """AdamW up to the learning rate: decay on what has two axes or more."""
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.clip),
+        optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
+        optax.add_decayed_weights(recipe.weight_decay, mask={"decay": True, "plain": False}),
+    )
+
+
+def learning_rate(step: Array, total: Array, recipe: Recipe) -> Array:
+    """Linear warm-up, then linear to 0 at the end of the run."""
+    done = step.astype(F32)
+    rise = (done + 1.0) / recipe.warmup
+    fall = (total.astype(F32) - done) / (total.astype(F32) - recipe.warmup + 1.0)
+    return recipe.learning_rate * jnp.minimum(jnp.minimum(rise, fall), 1.0)
+
+
+def flat(weights: Weights) -> Weights:
+    """All weights as two vectors, "decay" and "plain": two kernels a step instead of hundreds."""
+    groups: dict[str, list[Array]] = {"decay": [], "plain": []}
+    for name in sorted(weights):
+        groups[_group(name, weights[name])].append(weights[name].reshape(-1))
+    return {k: jnp.concatenate(v) for k, v in groups.items()}
+
+
+def unflat(vectors: Weights, like: Weights) -> Weights:
+    """Inverse of `flat` for weights of the shapes of `like`."""
+    out, at = {}, {"decay": 0, "plain": 0}
+    for name in sorted(like):
+        group, size = _group(name, like[name]), like[name].size
+        out[name] = vectors[group][at[group] : at[group] + size].reshape(like[name].shape)
+        at[group] += size
+    return out
+
+
+def _group(name: str, w: Array) -> str:
+    return "decay" if w.ndim >= 2 and "hc_" not in name and not name.endswith("ape") else "plain"
+
+
+def _learned(weights: Weights) -> Weights:
+    return {k: v for k, v in weights.items() if v.dtype == F32 and not k.endswith("gate.bias")}
+
+
+def train_step(
+    state: State, data: Data, control: Control, number: Array, *, cfg: ModelConfig, recipe: Recipe
+) -> tuple[State, dict[str, Array]]:
+    """One optimiser step on batch `number`, or (`control.learn` False) its loss alone.
+
+    The selection bias of a router moves against its load, by a fixed step.
+    """
+    tokens, target, share = batch(data, control, number, recipe, cfg.vocab_size)
+    learned = _learned(state.weights)
+
+    def objective(learned: Weights) -> tuple[Array, dict[str, Array]]:
+        return loss_fn(state.weights | learned, tokens, target, share, cfg=cfg, recipe=recipe)
+
+    (_, info), grads = jax.value_and_grad(objective, has_aux=True)(learned)
+    vectors, gradient = flat(learned), flat(grads)
+    info["grad"] = optax.global_norm(gradient)
+    rate = jnp.where(control.learn, learning_rate(state.step, control.total, recipe), 0.0)
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        updates, opt = optimizer(recipe).update(gradient, state.optimizer, vectors)
+    vectors = {k: v - rate * updates[k] for k, v in vectors.items()}
+    weights = state.weights | unflat(vectors, learned)
+    pull = recipe.balance_rate * rate / recipe.learning_rate
+    for spec in tensors.specs(cfg):
+        if spec.key == "ffn.gate.bias":
+            load = info["load"][spec.layer]
+            weights[spec.name] = weights[spec.name] + pull * jnp.sign(jnp.mean(load) - load)
+    opt = jax.tree.map(lambda new, old: jnp.where(control.learn, new, old), opt, state.optimizer)
+    step = state.step + control.learn.astype(jnp.int32)
+    return State(step=step, weights=weights, optimizer=opt), info
+
+
+def run_steps(
+    state: State, data: Data, control: Control, *, count: int, cfg: ModelConfig, recipe: Recipe
+) -> tuple[State, dict[str, Array]]:
+    """`count` steps in one program; the information of every step, stacked."""
+
+    def body(state: State, i: Array) -> tuple[State, dict[str, Array]]:
+        number = jnp.where(control.learn, state.step, i)
+        return train_step(state, data, control, number, cfg=cfg, recipe=recipe)
+
+    out: tuple[State, dict[str, Array]] = lax.scan(body, state, jnp.arange(count, dtype=jnp.int32))
+    return out
+
+
+def fresh(cfg: ModelConfig, recipe: Recipe, counts_V: np.ndarray[Any, Any]) -> State:
+    """The state before the first step."""
+    weights = initial(cfg, counts_V, recipe.seed)
+    vectors = flat(_learned(weights))
+    return State(step=jnp.int32(0), weights=weights, optimizer=optimizer(recipe).init(vectors))
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def save_checkpoint(path: Path, state: State, recipe: Recipe) -> None:
+    """Write the whole state; a crash while writing leaves the older file in place."""
+    leaves = jax.tree.leaves(state)
+    partial_file = path.with_suffix(".part.npz")
+    np.savez(
+        partial_file,
+        recipe=np.array(json.dumps(asdict(recipe))),
+        **{f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)},
+    )
+    partial_file.replace(path)
+
+
+def load_checkpoint(path: Path, like: State, recipe: Recipe) -> State:
+    """Read what `save_checkpoint` wrote.
+
+    Raises:
+        ValueError: it belongs to another recipe.
+    """
+    leaves, tree = jax.tree.flatten(like)
+    with np.load(path) as arrays:
+        stored = str(arrays["recipe"])
+        if json.loads(stored) != json.loads(json.dumps(asdict(recipe))):
+            raise ValueError(f"{path}: made with {stored}, this run is {asdict(recipe)}")
+        read = [jnp.asarray(arrays[f"leaf{i}"]) for i in range(len(leaves))]
+    state: State = jax.tree.unflatten(tree, read)
+    return state
+
+
+def save_weights(folder: Path, weights: Weights, limit: int = 15 << 20) -> list[Path]:
+    """Trained weights as .npz files of at most `limit` bytes each."""
+    parts: list[dict[str, Any]] = [{}]
+    size = 0
+    for name, w in weights.items():
+        array = np.asarray(w)
+        if size + array.nbytes > limit:
+            parts.append({})
+            size = 0
+        parts[-1][name] = array
+        size += array.nbytes
+    paths = [folder / f"weights{i}.npz" for i in range(len(parts))]
+    for path, part in zip(paths, parts, strict=True):
+        np.savez(path, **part)
+    return paths
+
+
+def load_weights(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """What `save_weights` wrote."""
+    out: dict[str, np.ndarray[Any, Any]] = {}
+    for path in sorted(folder.glob("weights*.npz")):
+        with np.load(path) as arrays:
+            out |= {k: arrays[k] for k in arrays.files}
+    if not out:
+        raise FileNotFoundError(f"{folder}: no weights*.npz; train first (bench.train_nano)")
+    return out
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+def read_streams(folder: Path) -> dict[str, tuple[Any, Any]]:
+    """Streams of a saved corpus: name -> (ids, starts of documents)."""
+    with np.load(folder / "corpus.npz") as arrays:
+        names = [k.removesuffix(".ids") for k in arrays.files if k.endswith(".ids")]
+        return {n: (arrays[f"{n}.ids"], arrays[f"{n}.starts"]) for n in names}
+
+
+def counts_of(streams: dict[str, tuple[Any, Any]], vocab: int) -> np.ndarray[Any, Any]:
+    """How often every token occurs in the training streams."""
+    ids = np.concatenate([streams[n][0] & np.uint16(QUIET - 1) for n in STREAMS[:3]])
+    return np.bincount(ids.astype(np.int64), minlength=vocab).astype(np.float64)
+
+
+def on_device(streams: dict[str, tuple[Any, Any]]) -> Data:
+    """The streams as the training program takes them."""
+    return Data(
+        ids=tuple(jnp.asarray(streams[n][0]) for n in STREAMS),
+        starts=tuple(jnp.asarray(streams[n][1]) for n in STREAMS),
+    )
+
+
+Program = Callable[[State, Data, Control], tuple[State, dict[str, Array]]]
+
+
+def train(
+    streams: dict[str, tuple[Any, Any]],
+    cfg: ModelConfig,
+    recipe: Recipe,
+    *,
+    per_call: int = 20,
+    evaluate_every: int = 500,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 1000,
+    stop_after: int | None = None,
+    report: Callable[[dict[str, Any]], None] | None = None,
+    program: Program | None = None,
+    init: dict[str, np.ndarray[Any, Any]] | None = None,
+) -> State:
+    """Train from the beginning, or from `checkpoint` if that file exists.
+
+    Args:
+        per_call: steps of one call of the program. report: called with numbers after every call.
+        stop_after: stop at this step although the recipe goes on (with `checkpoint`, to resume).
+        program: compiled `run_steps`, if there is one already.
+        init: weights to begin with, instead of fresh ones.
+    """
+    state = fresh(cfg, recipe, counts_of(streams, cfg.vocab_size))
+    if init is not None:
+        state = state.replace(  # type: ignore[attr-defined]
+            weights={k: jnp.asarray(v) for k, v in init.items()}
+        )
+    if checkpoint is not None and checkpoint.exists():
+        state = load_checkpoint(checkpoint, state, recipe)
+    data, learn = on_device(streams), training(recipe)
+    advance = program or jax.jit(
+        partial(run_steps, count=per_call, cfg=cfg, recipe=recipe), donate_argnums=0
+    )
+    end = min(recipe.steps, stop_after or recipe.steps)
+    begun, step = time.time(), int(state.step)
+    while step < end:
+        state, info = advance(state, data, learn)
+        step += per_call
+        numbers: dict[str, Any] = {
+            "step": step,
+            "loss": float(jnp.mean(info["nll"])),
+            "index": float(jnp.mean(info["index"])),
+            "grad": float(jnp.max(info["grad"])),
+            "load": np.asarray(jnp.mean(info["load"], axis=0)).round(4).tolist(),
+        }
+        if step % evaluate_every < per_call or step >= end:
+            for name in ("held_text", "held_chat"):
+                state, info = advance(state, data, judging(recipe, name))
+                numbers[name] = float(jnp.mean(info["nll"]))
+        numbers["seconds"] = round(time.time() - begun, 2)
+        if checkpoint is not None and (step % checkpoint_every < per_call or step >= end):
+            save_checkpoint(checkpoint, state, recipe)
+        if report is not None:
+            report(numbers)
+    return state
+
+
+def main() -> None:
+    """Build the corpus if need be, train, write weights, log and loss curve."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m bench.train_nano")
+    parser.add_argument("--out", type=Path, default=Path("build/nano"))
+    parser.add_argument("--corpus", type=Path, help="folder of a saved corpus (default: --out)")
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--batch", type=int, default=Recipe.batch)
+    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
+    parser.add_argument("--dtype", default=Recipe.dtype, choices=("bfloat16", "float32"))
+    parser.add_argument("--length", type=int, default=Recipe.length, help="tokens of a sequence")
+    parser.add_argument(
+        "--mix", type=float, nargs=3, default=Recipe.mix, help="share of text, snippets, chat"
+    )
+    parser.add_argument("--init", type=Path, help="folder of trained weights to go on from")
+    parser.add_argument("--keep", action="store_true", help="keep activations (no remat)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--per-call", type=int, default=20)
+    parser.add_argument("--checkpoint", type=Path, help="resume from and write to this file")
+    parser.add_argument("--stop-after", type=int)
+    args = parser.parse_args()
+    folder = args.corpus or args.out
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (folder / "corpus.npz").exists():
+        from bench import nano_corpus
+
+        print("building the corpus (about two minutes)")
+        nano_corpus.build(vocab_size=3072, conversations=100_000).save(folder)
+    recipe = replace(
+        Recipe(), steps=args.steps, batch=args.batch, learning_rate=args.learning_rate,
+        dtype=args.dtype, seed=args.seed, length=args.length, mix=tuple(args.mix), remat=not args.keep,
+        warmup=max(1, min(100, args.steps // 10)),
+    )  # fmt: skip
+    log = args.out / "log.jsonl"
+    if args.checkpoint is None or not args.checkpoint.exists():
+        log.unlink(missing_ok=True)
+    state = _with_bar(recipe, log, partial(
+        train, read_streams(folder), model_config(), recipe, per_call=args.per_call,
+        checkpoint=args.checkpoint, stop_after=args.stop_after,
+        init=load_weights(args.init) if args.init else None,
+    ))  # fmt: skip
+    if stats := jax.devices()[0].memory_stats():
+        print(f"peak device memory {stats.get('peak_bytes_in_use', 0) / 2**30:.1f} GiB")
+    save_weights(args.out, state.weights)
+    (args.out / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
+    from bench import plot
+
+    (args.out / "loss.svg").write_text(plot.loss_curve(log))
+    print(f"weights, log and loss curve are in {args.out}")
+
+
+def _with_bar(recipe: Recipe, log: Path, run: Callable[..., State]) -> State:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.description}"))
+    with Progress(*columns) as bar, log.open("a") as file:
+        task = bar.add_task("compiling", total=recipe.steps)
+
+        def report(numbers: dict[str, Any]) -> None:
+            file.write(json.dumps(numbers) + "\n")
+            file.flush()
+            shown = f"loss {numbers['loss']:.3f} index {numbers['index']:.3f}"
+            if "held_text" in numbers:
+                line = f"step {numbers['step']:5} {numbers['seconds']:7.1f} s  {shown}"
+                line += f"  held-out text {numbers['held_text']:.3f}"
+                bar.console.print(f"{line} chat {numbers['held_chat']:.3f}")
+            bar.update(task, completed=numbers["step"], description=shown)
+
+        return run(report=report)
+
+
+if __name__ == "__main__":
+    main()
