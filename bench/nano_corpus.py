@@ -32,7 +32,7 @@ PROFILE: Any = "v4-0731"
 U16 = npt.NDArray[np.uint16]
 
 QUIET = 1 << 15
-"""Bit of a stored id: the token is context (a question, a prompt), not something to learn to say."""
+"""Bit of a stored id: the token is context (a question, a prompt), not to be learnt by heart."""
 
 SKIPPED = frozenset((
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings",

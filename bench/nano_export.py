@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from bench import train_nano
+from bench import nano_model
 from ds4jax import gguf_write, hparams_write, quantize, tensors
 from ds4jax.config import ModelConfig
 from ds4jax.convert_types import Types, parse_types
@@ -74,9 +74,9 @@ def tensor_data(cfg: ModelConfig, weights: Arrays, types: Types) -> Iterator[ggu
 def export(folder: Path, out: Path, types: Types) -> int:
     """Write one file of the weights and the tokenizer in `folder`; returns its bytes."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    cfg = train_nano.model_config(len(tokenizer["tokenizer.ggml.tokens"]))
+    cfg = nano_model.model_config(len(tokenizer["tokenizer.ggml.tokens"]))
     metadata = hparams_write.gguf_metadata(cfg, name="ds4-nano") | GENERAL | tokenizer
-    weights = rounded(train_nano.load_weights(folder))
+    weights = rounded(nano_model.load_weights(folder))
     out.parent.mkdir(parents=True, exist_ok=True)
     return gguf_write.write(out, metadata, tensor_data(cfg, weights, types), overwrite=True)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ds4jax.chat_request import ChatRequest, Message, Tool, ToolCall
 
@@ -162,16 +164,20 @@ def _count(rng: random.Random) -> Task:
     )
 
 
-_NAMES = "f g h compute check helper run step apply convert measure value result".split()
-_WORDS = (
+def _split(text: str) -> list[str]:
+    return text.split()
+
+
+_NAMES = _split("f g h compute check helper run step apply convert measure value result")
+_WORDS = _split(
     "apple bread cloud dance eagle field grape house island jelly kite lemon mouse night ocean "
     "paper queen river stone table uncle valley water yellow zebra green light metal north plant "
     "red blue cat dog sun moon tree bird fish ring star snow wind fire gold iron milk salt rice"
-).split()
-_CITIES = (
+)
+_CITIES = _split(
     "Paris Berlin London Madrid Rome Vienna Oslo Tokyo Lima Cairo Delhi Sydney Toronto Dublin "
     "Lisbon Prague Athens Warsaw Helsinki Nairobi Boston Denver Seoul Hanoi Zurich Geneva Milan"
-).split()
+)
 
 
 def _returns_number(rng: random.Random) -> tuple[str, str, str, str]:
@@ -324,49 +330,19 @@ def _talk(rng: random.Random) -> Task:
     return Task(kind="talk", question=rng.choice(questions), answer=answer, reasoning=why)
 
 
-FUNCTIONS: tuple[tuple[str, str, str], ...] = (
-    ("fibonacci(n)", "the n-th Fibonacci number", "a, b = 0, 1\nfor _ in range(n):\n    a, b = b, a + b\nreturn a"),
-    ("fibonacci(n)", "the n-th Fibonacci number", "if n < 2:\n    return n\nreturn fibonacci(n - 1) + fibonacci(n - 2)"),
-    ("factorial(n)", "the factorial of n", "result = 1\nfor i in range(2, n + 1):\n    result *= i\nreturn result"),
-    ("factorial(n)", "the factorial of n", "if n <= 1:\n    return 1\nreturn n * factorial(n - 1)"),
-    ("gcd(a, b)", "the greatest common divisor of a and b", "while b:\n    a, b = b, a % b\nreturn a"),
-    ("lcm(a, b)", "the least common multiple of a and b", "return a * b // gcd(a, b)"),
-    ("is_prime(n)", "whether n is a prime number", "if n < 2:\n    return False\nfor i in range(2, int(n ** 0.5) + 1):\n    if n % i == 0:\n        return False\nreturn True"),
-    ("primes(limit)", "the prime numbers below limit", "found = []\nfor n in range(2, limit):\n    if all(n % p for p in found):\n        found.append(n)\nreturn found"),
-    ("is_even(n)", "whether n is even", "return n % 2 == 0"),
-    ("is_odd(n)", "whether n is odd", "return n % 2 == 1"),
-    ("square(x)", "the square of x", "return x * x"),
-    ("cube(x)", "the cube of x", "return x ** 3"),
-    ("power(base, exponent)", "base to the power of exponent", "result = 1\nfor _ in range(exponent):\n    result *= base\nreturn result"),
-    ("absolute(x)", "the absolute value of x", "if x < 0:\n    return -x\nreturn x"),
-    ("add(a, b)", "the sum of a and b", "return a + b"),
-    ("maximum(values)", "the largest of the values", "best = values[0]\nfor value in values[1:]:\n    if value > best:\n        best = value\nreturn best"),
-    ("minimum(values)", "the smallest of the values", "best = values[0]\nfor value in values[1:]:\n    if value < best:\n        best = value\nreturn best"),
-    ("total(values)", "the sum of the values", "result = 0\nfor value in values:\n    result += value\nreturn result"),
-    ("mean(values)", "the mean of the values", "return sum(values) / len(values)"),
-    ("count_words(text)", "the number of words in a text", "return len(text.split())"),
-    ("count_vowels(text)", "the number of vowels in a text", "return sum(1 for char in text if char in \"aeiou\")"),
-    ("reverse(text)", "the text backwards", "return text[::-1]"),
-    ("is_palindrome(text)", "whether a text reads the same backwards", "return text == text[::-1]"),
-    ("contains(values, item)", "whether item is among the values", "for value in values:\n    if value == item:\n        return True\nreturn False"),
-    ("index_of(values, item)", "the position of item in the values, or -1", "for i, value in enumerate(values):\n    if value == item:\n        return i\nreturn -1"),
-    ("binary_search(values, item)", "the position of item in sorted values, or -1", "low, high = 0, len(values) - 1\nwhile low <= high:\n    middle = (low + high) // 2\n    if values[middle] == item:\n        return middle\n    if values[middle] < item:\n        low = middle + 1\n    else:\n        high = middle - 1\nreturn -1"),
-    ("bubble_sort(values)", "the values in ascending order", "values = list(values)\nfor i in range(len(values)):\n    for j in range(len(values) - 1 - i):\n        if values[j] > values[j + 1]:\n            values[j], values[j + 1] = values[j + 1], values[j]\nreturn values"),
-    ("quick_sort(values)", "the values in ascending order", "if len(values) < 2:\n    return values\npivot = values[0]\nsmaller = [v for v in values[1:] if v < pivot]\nlarger = [v for v in values[1:] if v >= pivot]\nreturn quick_sort(smaller) + [pivot] + quick_sort(larger)"),
-    ("unique(values)", "the values without repeats, in order", "seen = set()\nresult = []\nfor value in values:\n    if value not in seen:\n        seen.add(value)\n        result.append(value)\nreturn result"),
-    ("flatten(lists)", "one list of the items of all lists", "return [item for items in lists for item in items]"),
-    ("squares(n)", "the squares of the numbers below n", "return [i * i for i in range(n)]"),
-    ("evens(values)", "the even values", "return [value for value in values if value % 2 == 0]"),
-    ("count_items(values)", "how often each value occurs", "counts = {}\nfor value in values:\n    counts[value] = counts.get(value, 0) + 1\nreturn counts"),
-    ("digits(n)", "the digits of n", "return [int(char) for char in str(n)]"),
-    ("sum_of_digits(n)", "the sum of the digits of n", "return sum(int(char) for char in str(n))"),
-    ("celsius(fahrenheit)", "a temperature in degrees Celsius", "return (fahrenheit - 32) * 5 / 9"),
-    ("read_lines(path)", "the lines of a file", "with open(path) as file:\n    return [line.rstrip() for line in file]"),
-    ("greet(name)", "a greeting for name", "return f\"Hello, {name}!\""),
-    ("fizzbuzz(n)", "the FizzBuzz word of n", "if n % 15 == 0:\n    return \"FizzBuzz\"\nif n % 3 == 0:\n    return \"Fizz\"\nif n % 5 == 0:\n    return \"Buzz\"\nreturn str(n)"),
-    ("collatz(n)", "the number of Collatz steps from n to 1", "steps = 0\nwhile n != 1:\n    n = n // 2 if n % 2 == 0 else 3 * n + 1\n    steps += 1\nreturn steps"),
-)  # fmt: skip  # noqa: E501
-"""Signature, what it returns, body."""
+def _read_functions() -> tuple[tuple[str, str, str], ...]:
+    out = []
+    text = (Path(__file__).parent / "data" / "nano_functions.txt").read_text(encoding="utf-8")
+    for block in text.split("\n\n"):
+        head, doc, *body = block.strip().splitlines()
+        signature = head.removeprefix("def ").removesuffix(":")
+        what = doc.strip().removeprefix('"""Return ').removesuffix('."""')
+        out.append((signature, what, textwrap.dedent("\n".join(body))))
+    return tuple(out)
+
+
+FUNCTIONS = _read_functions()
+"""Small functions to write: signature, what it returns, body."""
 
 
 def function_source(rng: random.Random, which: int | None = None) -> tuple[str, str]:
@@ -412,7 +388,7 @@ OPEN_KINDS = ("talk", "write")
 
 
 def draw(rng: random.Random, *, held_out: bool, name: str | None = None) -> Task:
-    """A random task, of one kind if `name` is given; from the training or the held-out instances."""
+    """A random task, of one kind if `name` is given, held out or not."""
     names = list(TASKS)
     weights = [TASKS[n][0] for n in names]
     chosen = name or rng.choices(names, weights)[0]

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array
 
-from bench import imatrix, nano_corpus, plot, train_nano
+from bench import imatrix, nano_corpus, nano_model, plot
 from ds4jax import model, model_file, params, quant, quantize, sequence, tensors
 from ds4jax.config import ModelConfig, RuntimeConfig
 from ds4jax.convert_types import class_of
@@ -123,7 +123,7 @@ class Judge:
 
 
 def _logits(weights: dict[str, Array], token_BT: Array, *, cfg: ModelConfig) -> Array:
-    tree = train_nano.as_params(cfg, weights, token_BT.shape[1])
+    tree = nano_model.as_params(cfg, weights, token_BT.shape[1])
     return model.sequences(tree, token_BT, cfg=cfg, run=RuntimeConfig())[0]
 
 
@@ -275,7 +275,7 @@ def main() -> None:
     print(f"float model: {base.bits_per_byte:.4f} bits per byte")
     training = text_rows(tok, held_out=False, rows=16, length=args.length)
     plain = params.group_layers(cfg, scan=False)
-    tree = train_nano.as_params(cfg, judge.device, args.length, plain)
+    tree = nano_model.as_params(cfg, judge.device, args.length, plain)
     importance = imatrix.gather(tree, cfg, training[:, :-1])
     choices = indexer_scores(judge)
     for name, s in choices.items():
