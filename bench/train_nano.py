@@ -247,7 +247,7 @@ def train_step(
 
     (_, info), grads = jax.value_and_grad(objective, has_aux=True)(learned)
     vectors, gradient = flat(learned), flat(grads)
-    info["grad"] = optax.global_norm(gradient)
+    info["grad"] = jnp.sqrt(sum(jnp.vdot(v, v) for v in gradient.values()))
     rate = jnp.where(control.learn, learning_rate(state.step, control.total, recipe), 0.0)
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         updates, opt = optimizer(recipe).update(gradient, state.optimizer, vectors)
