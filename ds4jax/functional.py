@@ -31,8 +31,8 @@ from ds4jax.params import Params
 
 CAPTURES = (
     "attn_hc_pre", "attn_hc_post", "attn_hc_comb", "q", "kv", "index_ids", "heads_out",
-    "attn_out", "ffn_hc_pre", "ffn_hc_post", "ffn_hc_comb", "router_ids", "router_weights", "ffn_out",
-    "streams_out",
+    "attn_out", "ffn_hc_pre", "ffn_hc_post", "ffn_hc_comb", "router_ids", "router_weights",
+    "ffn_out", "streams_out",
 )  # fmt: skip
 """Names of activations; ask for them as "L{layer}.{name}"."""
 

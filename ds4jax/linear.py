@@ -113,7 +113,7 @@ def routed_experts(
     """
     if backend != "reference":
         (w1, layer), (w3, _), (w2, _) = _whole(w1_EFM), _whole(w3_EFM), _whole(w2_EMF)
-        return experts.experts(
+        return experts.experts(  # type: ignore[misc]
             x_TM, ids_TK, weights_TK, w1, w3, w2,
             layer=layer, first_expert=first_expert, limit=limit, backend=backend,
         )  # fmt: skip

@@ -45,7 +45,7 @@ def _plain(c_MN: Array, a_MK: Array, b_NK: Array) -> Array:
     )
 
 
-@_dot_p.def_abstract_eval  # type: ignore[untyped-decorator]
+@_dot_p.def_abstract_eval  # type: ignore[misc]
 def _abstract(c_MN: Any, a_MK: Any, b_NK: Any) -> Any:
     del a_MK, b_NK
     return c_MN
