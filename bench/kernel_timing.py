@@ -6,8 +6,10 @@ Used by `bench.kernels` (the report) and `bench.tune` (the search for tiles). No
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,39 +55,62 @@ def random_weights(name: str, lead: tuple[int, ...], rows: int, cols: int) -> pa
     return make()
 
 
-def chain_seconds(
-    call: Callable[..., Any], args: tuple[Any, ...], count: int, *, repeats: int = 5
-) -> tuple[float, float]:
-    """Seconds per call and their spread, without what starting and ending a program costs.
+def device_seconds(
+    call: Callable[..., Any], args: tuple[Any, ...], count: int
+) -> dict[str, list[float]]:
+    """Durations of every kernel that `call(i, *args)`, i < count, started, by kernel name.
 
-    `call(i, *args)` with a traced i < count runs in one device loop, two calls an iteration; the
-    difference between a long and a short loop is divided by the calls between them.
+    Read from the profiler, so neither launches nor the host are in them.
+
+    Raises: RuntimeError if the profiler saw no kernel.
     """
-    shapes = jax.eval_shape(lambda *a: call(jnp.int32(0), *a), *args)
-    unrolled = 2
+
+    one = jax.jit(call)
 
     @jax.jit
-    def run(iterations: jax.Array, *args: Any) -> Any:
-        def body(i: jax.Array, out: tuple[Any, ...]) -> tuple[Any, ...]:
-            del out
-            return tuple(call((i * unrolled + u) % count, *args) for u in range(unrolled))
+    def run(*args: Any) -> list[Any]:
+        return [one(jnp.int32(i), *args) for i in range(count)]
 
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.fori_loop(0, iterations, body, (zero,) * unrolled)
+    for _ in range(2):
+        jax.block_until_ready(run(*args))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run(*args))
+        [path] = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        found: dict[str, list[float]] = {}
+        for plane in planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    found.setdefault(event.name, []).append(event.duration_ns * 1e-9)
+    if not found:
+        seen = [(p.name, [line.name for line in p.lines]) for p in planes]
+        raise RuntimeError(f"the profiler recorded no kernel on a GPU stream; it has {seen}")
+    return found
 
-    def sample(iterations: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(run(jnp.int32(iterations), *args))
-        return time.perf_counter() - start
 
-    low, high = 8, 72
-    for n in (low, high):
-        sample(n)
-    differences = []
-    for _ in range(repeats):
-        short, long = (min(sample(n) for _ in range(3)) for n in (low, high))
-        differences.append((long - short) / ((high - low) * unrolled))
-    return statistics.median(differences), max(differences) - min(differences)
+def chain_seconds(call: Callable[..., Any], args: tuple[Any, ...], count: int) -> float:
+    """Wall seconds per call in a program of many calls, less those of a shorter one."""
+    one = jax.jit(call)
+
+    def program(n: int) -> Callable[..., Any]:
+        return jax.jit(lambda *a: [one(jnp.int32(i % count), *a) for i in range(n)])
+
+    times = []
+    for n in (16, 64):
+        run = program(n)
+        jax.block_until_ready(run(*args))
+        samples = []
+        for _ in range(7):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*args))
+            samples.append(time.perf_counter() - start)
+        times.append(statistics.median(samples))
+    return (times[1] - times[0]) / 48
 
 
 def copy_bandwidth(nbytes: int = 4 << 30) -> float:

@@ -152,16 +152,21 @@ def _table(kind: str) -> dict[str, Any]:
     return loaded
 
 
-def tile(op: str, default: T, *, key: str, kind: str | None = None) -> T:
+def tile(op: str, default: T, *, key: str, target: str, kind: str | None = None) -> T:
     """The measured tile of `op` for `key` on this device kind, or `default`.
 
     Args:
       default: a frozen dataclass; table entries override its fields by name.
       key: what the entry depends on (format and rounded sizes), in the operation's own notation.
+      target: platform that the kernel is built for; only that of the default device has entries.
       kind: device kind; None asks JAX.
     Raises: ValueError for an entry that names a field the tile does not have.
     """
-    entry = _table(kind or device_kind()).get(op, {}).get(key)
+    if kind is None:
+        if target != platform():
+            return default
+        kind = device_kind()
+    entry = _table(kind).get(op, {}).get(key)
     if entry is None:
         return default
     fields = {f.name for f in dataclasses.fields(default)}  # type: ignore[arg-type]

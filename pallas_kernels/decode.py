@@ -1,8 +1,9 @@
 """Inside kernels: packed words -> bfloat16 tiles of weights, ready for a matrix instruction.
 
-One tile is [rows, 128] weights in ascending k. What it holds is the weight rounded once to bfloat16
-(as `packing.unpack` rounds it), times 2^-shift, a power of two that the caller takes out again at
-the end: tiny exponents come free where a level's bits are used as the low bits of an exponent.
+One tile is [rows, 64 or 128] weights in ascending k. What it holds is the weight rounded once to
+bfloat16 (as `packing.unpack` rounds it), times 2^-shift, a power of two that the caller takes out
+again at the end: tiny exponents come free where a level's bits are used as the low bits of an
+exponent.
 
 The decoding arithmetic exists twice, for one result. `cuda` keeps two weights in one register and
 uses packed bfloat16 instructions (inline assembly). `portable` is plain operations on float32, for
@@ -12,7 +13,7 @@ AMD and for emulation. This module does not loop over K and knows no grid.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -23,8 +24,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import formats
 from pallas_kernels.formats import Format
 
-TILE_K = 128
-"""Weights of a row in one tile."""
+BLOCK_K = 128
+"""Weights of a row that every kernel's block has a multiple of."""
 
 Target = Literal["cuda", "rocm", "interpret"]
 
@@ -49,6 +50,11 @@ class Raw:
     supers: tuple[Array, ...] = ()
     tile: Array | None = None
     books: tuple[tuple[Array, ...], ...] = ()
+
+
+def tile_width(target: Target) -> int:
+    """Weights of a row in one tile, by what registers hold; no matter for results."""
+    return 64 if target == "rocm" else BLOCK_K
 
 
 def shift(fmt: Format) -> int:
@@ -425,18 +431,17 @@ Segments = tuple[tuple[int, int], ...]
 """Where code bits go: (first code bit, half-word position of it), highest code bit first."""
 
 
-def _fields(arith: Arith, fmt: Format, raw: Raw, segments: Segments, fixed: int = 0) -> list[Array]:
-    """Code bits of every sub-block at new places, with constant half-word bits added."""
-    return [
-        _field(arith, words, runs, segments, fixed)
-        for words in raw.words
-        for runs in _layout(fmt).fields
-    ]
+def _place(fmt: Format, raw: Raw, i: int) -> tuple[list[Array], tuple[formats.Run, ...]]:
+    """Words of the set that holds sub-block `i`, and its runs in them."""
+    fields = _layout(fmt).fields
+    return raw.words[i // len(fields)], fields[i % len(fields)]
 
 
 def _field(
-    arith: Arith, words: list[Array], runs: Sequence[formats.Run], segments: Segments, fixed: int
+    arith: Arith, fmt: Format, raw: Raw, i: int, segments: Segments, fixed: int = 0
 ) -> Array:
+    """Code bits of sub-block `i` at new places, with constant half-word bits added."""
+    words, runs = _place(fmt, raw, i)
     out: Array | None = _both(fixed) if fixed else None
     for (word, left), mask in _moves(runs, segments).items():
         part = _move(words[word], left)
@@ -455,19 +460,20 @@ def _moves(runs: Sequence[formats.Run], segments: Segments) -> dict[tuple[int, i
     return moves
 
 
-def tiles(fmt: Format, raw: Raw, target: Target) -> list[tuple[Array, Array | None]]:
-    """Tiles [rows, 128] of a loaded block in ascending k.
+def tiles(fmt: Format, raw: Raw, target: Target) -> Iterator[tuple[Array, Array | None]]:
+    """Tiles [rows, tile_width] of a loaded block in ascending k, each decoded when it is asked for.
 
-    Returns: (bfloat16 tile, float32 [rows] factor of the product with this tile, or None).
+    Yields: (bfloat16 tile, float32 [rows] factor of the product with this tile, or None).
     """
     arith: Arith = Cuda() if target == "cuda" else Portable(flush_safe=target == "interpret")
-    pairs, exact = _PAIRS[fmt.name](fmt, raw, arith)
-    subs = []
-    for p in pairs:
-        lo, hi = arith.halves(p, exact=exact)
-        subs.append(jnp.stack([lo, hi], -1).reshape(lo.shape[0], fmt.sub))
-    per = TILE_K // fmt.sub
-    return [(_side_by_side(subs[i : i + per]), raw.tile) for i in range(0, len(subs), per)]
+    pair, exact = _PAIRS[fmt.name](fmt, raw, arith), fmt.name in _EXACT
+    per = tile_width(target) // fmt.sub
+    for first in range(0, fmt.block // fmt.sub, per):
+        parts = []
+        for i in range(first, first + per):
+            lo, hi = arith.halves(pair(i), exact=exact)
+            parts.append(jnp.stack([lo, hi], -1).reshape(lo.shape[0], fmt.sub))
+        yield _side_by_side(parts), raw.tile
 
 
 def _side_by_side(parts: Sequence[Array]) -> Array:
@@ -483,45 +489,51 @@ def _side_by_side(parts: Sequence[Array]) -> Array:
     return jnp.transpose(parts[0], order).reshape(rows, count * n)
 
 
-_Decoded = tuple[list[Pair], bool]
+_Pairs = Callable[[int], Pair]
+"""Decodes sub-block i of a block."""
 
 
-def _pairs_fp4(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_fp4(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """E2M1 bits as the low bits of a bfloat16 exponent: value * 2^-126."""
     e8m0 = fmt.scale == "e8m0"
     scales = arith.e8m0(raw.scales, 96) if e8m0 else arith.e5m3(raw.scales, up=7)
-    out = []
-    for bits, s in zip(_fields(arith, fmt, raw, ((3, 15), (0, 6))), scales, strict=True):
-        p = arith.bits(bits, tiny=True)
+
+    def pair(i: int) -> Pair:
+        p = arith.bits(_field(arith, fmt, raw, i, ((3, 15), (0, 6))), tiny=True)
         if fmt.name.startswith("rocmfp4"):
             # The largest level is 10, not 12: 5 * 2^-126 in E2M1 units.
             p = arith.clamp(p, 0x01A0)
-        out.append(arith.mul(p, s[:, None]))
-    return out, True
+        return arith.mul(p, scales[i][:, None])
+
+    return pair
 
 
-def _pairs_rocmfp3(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_rocmfp3(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """Magnitudes 0, 1, 2, 4 are exponents 0..3: level * 2^-126."""
-    fields = _fields(arith, fmt, raw, ((2, 15), (0, 7)))
     scales = arith.e5m3(raw.scales, up=7)
-    pairs = [arith.bits(b, tiny=True) for b in fields]
-    return [arith.mul(p, s[:, None]) for p, s in zip(pairs, scales, strict=True)], True
+
+    def pair(i: int) -> Pair:
+        bits = _field(arith, fmt, raw, i, ((2, 15), (0, 7)))
+        return arith.mul(arith.bits(bits, tiny=True), scales[i][:, None])
+
+    return pair
 
 
-def _pairs_s40(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_s40(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """Sign and a step of 2 in the exponent (level 4 or 1), added to the bits of the scale."""
-    out = []
     scales = [arith.bits_of(arith.times(s, 2.0**105)) for s in arith.e5m3(raw.scales, up=0)]
-    fields = [(words, runs) for words in raw.words for runs in _layout(fmt).fields]
-    for (words, runs), s in zip(fields, scales, strict=True):
-        bits = s[:, None]
+
+    def pair(i: int) -> Pair:
+        words, runs = _place(fmt, raw, i)
+        bits = scales[i][:, None]
         for (word, left), mask in _moves(runs, ((1, 15), (0, 8))).items():
             bits = arith.shift_add(words[word] & _both(mask >> left), left, bits)
-        out.append(arith.bits(bits))
-    return out, True
+        return arith.bits(bits)
+
+    return pair
 
 
-def _pairs_linear2(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_linear2(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """Codes in the mantissa: (4 + code) s - 5 s."""
     if fmt.name == "rocmfp2_signed":
         flags = arith.flags(raw.scales)
@@ -530,51 +542,58 @@ def _pairs_linear2(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
     else:
         scales = arith.e5m3(raw.scales, up=0)
         x, unit = 107, 2.0**105
-    fields = _fields(arith, fmt, raw, ((0, 5),), (x + 127) << 7)
-    out = []
-    for b, s in zip(fields, scales, strict=True):
-        minus = arith.times(s, -5.0 * unit)
-        out.append(arith.fma(arith.bits(b), s[:, None], minus[:, None]))
-    return out, True
+
+    def pair(i: int) -> Pair:
+        bits = _field(arith, fmt, raw, i, ((0, 5),), (x + 127) << 7)
+        minus = arith.times(scales[i], -5.0 * unit)
+        return arith.fma(arith.bits(bits), scales[i][:, None], minus[:, None])
+
+    return pair
 
 
-def _pairs_affine(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_affine(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """code * s - o, both of a sub-block."""
     fixed = (107 + 127) << 7
     one = arith.bits(_both(fixed))
     scales = arith.e5m3(raw.scales, up=0)
-    out = []
-    for i, b in enumerate(_fields(arith, fmt, raw, ((0, 5),), fixed)):
-        code = arith.sub(arith.bits(b), one)
+
+    def pair(i: int) -> Pair:
+        code = arith.sub(arith.bits(_field(arith, fmt, raw, i, ((0, 5),), fixed)), one)
         offset = arith.times(scales[2 * i + 1], -(2.0**105))
-        out.append(arith.fma(code, scales[2 * i][:, None], offset[:, None]))
-    return out, False
+        return arith.fma(code, scales[2 * i][:, None], offset[:, None])
+
+    return pair
 
 
-def _pairs_rocmfp6(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_rocmfp6(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """(128 + code) s - 160 s."""
-    fields = _fields(arith, fmt, raw, ((0, 0),), (105 + 7 + 127) << 7)
-    out = []
-    for b, s in zip(fields, arith.e5m3(raw.scales, up=0), strict=True):
-        minus = arith.times(s, -160.0 * 2.0**105)
-        out.append(arith.fma(arith.bits(b), s[:, None], minus[:, None]))
-    return out, False
+    scales = arith.e5m3(raw.scales, up=0)
+
+    def pair(i: int) -> Pair:
+        bits = _field(arith, fmt, raw, i, ((0, 0),), (105 + 7 + 127) << 7)
+        minus = arith.times(scales[i], -160.0 * 2.0**105)
+        return arith.fma(arith.bits(bits), scales[i][:, None], minus[:, None])
+
+    return pair
 
 
-def _signed_bytes(raw: Raw, fmt: Format, arith: Arith, exponent: int) -> list[Pair]:
+def _byte(raw: Raw, i: int) -> Array:
+    """Words with the bytes of sub-block `i` of an eight-bit format lowest in each half."""
+    return _move(raw.words[i // 2][0], -8 * (i % 2))
+
+
+def _signed_byte(raw: Raw, i: int, arith: Arith, exponent: int) -> Pair:
     """int8 codes times 2^(exponent - 7); `exponent` odd, so that bit 7 can double 2^exponent."""
     fixed = _both((exponent + 127) << 7)
-    out = []
-    for b in (_move(words[0], -8 * f) for words in raw.words for f in (0, 1)):
-        value = arith.bits(arith.and_or(b, _both(0x7F), fixed))
-        out.append(arith.sub(value, arith.bits(arith.and_or(b, _both(0x80), fixed))))
-    return out
+    byte = _byte(raw, i)
+    value = arith.bits(arith.and_or(byte, _both(0x7F), fixed))
+    return arith.sub(value, arith.bits(arith.and_or(byte, _both(0x80), fixed)))
 
 
-def _pairs_rocmfp8(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
-    codes = _signed_bytes(raw, fmt, arith, 111)
+def _pairs_rocmfp8(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
+    del fmt
     scales = arith.e5m3(raw.scales, up=0)
-    return [arith.mul(c, s[:, None]) for c, s in zip(codes, scales, strict=True)], False
+    return lambda i: arith.mul(_signed_byte(raw, i, arith, 111), scales[i][:, None])
 
 
 def _f16_halves(words: Sequence[Array]) -> list[Array]:
@@ -587,15 +606,13 @@ def _f16_halves(words: Sequence[Array]) -> list[Array]:
     return out
 
 
-def _pairs_q8_0(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
-    codes = _signed_bytes(raw, fmt, arith, 7)
+def _pairs_q8_0(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
+    del fmt
     scales = _f16_halves(raw.scales)
-    return [
-        arith.affine_f32(c, s[:, None], None) for c, s in zip(codes, scales, strict=True)
-    ], False
+    return lambda i: arith.affine_f32(_signed_byte(raw, i, arith, 7), scales[i][:, None], None)
 
 
-def _pairs_k(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_k(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """(d * scale) * code - dmin * min."""
     d, dmin = _f16_halves(raw.supers)
     by = [_shr(w, 8 * i) for w in raw.scales for i in range(4)]
@@ -606,44 +623,48 @@ def _pairs_k(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
         scale = [b & jnp.int32(255) for b in by]
         low = [_shr(w, 8 * i) & jnp.int32(255) for w in raw.mins for i in range(4)]
     base = arith.bits(_both(_bf16(128.0)))
-    out = []
-    fields = _fields(arith, fmt, raw, ((0, 0),), _bf16(128.0))
-    for b, a, m in zip(fields, scale, low, strict=True):
-        s, minus = d * a.astype(jnp.float32), dmin * m.astype(jnp.float32)
-        code = arith.sub(arith.bits(b), base)
-        out.append(arith.affine_f32(code, s[:, None], minus[:, None]))
-    return out, False
+
+    def pair(i: int) -> Pair:
+        s, minus = d * scale[i].astype(jnp.float32), dmin * low[i].astype(jnp.float32)
+        bits = _field(arith, fmt, raw, i, ((0, 0),), _bf16(128.0))
+        return arith.affine_f32(arith.sub(arith.bits(bits), base), s[:, None], minus[:, None])
+
+    return pair
 
 
-def _pairs_mix(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_mix(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """Levels from the code book that bit 7 of the scale byte names."""
-    fields = _fields(arith, fmt, raw, ((0, 0),))
+    scales = arith.ue4m3(raw.scales)
     second = [_shr(w, 8 * i + 7) & jnp.int32(1) for w in raw.scales for i in range(4)]
     books = [[arith.level(x) for x in book] for book in raw.books]
-    out = []
-    for i, s in enumerate(arith.ue4m3(raw.scales)):
+
+    def pair(i: int) -> Pair:
+        code = _field(arith, fmt, raw, i, ((0, 0),))
         other = second[i] == 1
         levels = [jnp.where(other, b, a)[:, None] for a, b in zip(*books, strict=True)]
         for bit in range(fmt.bits):
             levels = [
-                arith.choose(fields[i], bit, levels[j + 1], levels[j])
-                for j in range(0, len(levels), 2)
+                arith.choose(code, bit, levels[j + 1], levels[j]) for j in range(0, len(levels), 2)
             ]
-        out.append(arith.mul(levels[0], s[:, None]))
-    return out, False
+        return arith.mul(levels[0], scales[i][:, None])
+
+    return pair
 
 
-def _pairs_hf_fp8(fmt: Format, raw: Raw, arith: Arith) -> _Decoded:
+def _pairs_hf_fp8(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """E4M3 bits four places up: value * 2^-120. The tile scale multiplies the product."""
+    del fmt
     one = arith.constant(2.0**120)
-    out = []
-    for b in (_move(words[0], -8 * f) for words in raw.words for f in (0, 1)):
-        bits = arith.and_or(b << 4, _both(0x07F0), (b << 8) & _both(0x8000))
-        out.append(arith.mul(arith.bits(bits, tiny=True), one))
-    return out, True
+
+    def pair(i: int) -> Pair:
+        byte = _byte(raw, i)
+        bits = arith.and_or(byte << 4, _both(0x07F0), (byte << 8) & _both(0x8000))
+        return arith.mul(arith.bits(bits, tiny=True), one)
+
+    return pair
 
 
-_PAIRS: dict[str, Callable[[Format, Raw, Arith], _Decoded]] = {
+_PAIRS: dict[str, Callable[[Format, Raw, Arith], _Pairs]] = {
     "q8_0": _pairs_q8_0,
     "q4_k": _pairs_k,
     "q2_k": _pairs_k,
@@ -663,6 +684,11 @@ _PAIRS: dict[str, Callable[[Format, Raw, Arith], _Decoded]] = {
     "rocmfp2_affine": _pairs_affine,
     "hf_fp8_e4m3_block128": _pairs_hf_fp8,
 }
+
+_EXACT = frozenset(
+    n for n in _PAIRS if _PAIRS[n] in (_pairs_fp4, _pairs_rocmfp3, _pairs_s40, _pairs_hf_fp8)
+) | {"rocmfp2_m1012", "rocmfp2_signed"}
+"""Formats whose weights bfloat16 holds exactly."""
 
 DECODABLE: frozenset[str] = frozenset(_PAIRS)
 """Formats that kernels can decode."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -67,19 +68,24 @@ def default_splits(n: int, k: int, block: int) -> int:
     return min(splits, 8)
 
 
-def default_tile(block: int, t: int, n: int, k: int, target: decode.Target) -> Tile:
-    """A reasonable tile without measurement; n and k of one group and split."""
-    wide = target == "cuda" and t > DOT_ROWS
-    dot_rows = min(128, 1 << (t - 1).bit_length()) if wide else DOT_ROWS
-    unroll = 2 if block == 128 and k % 256 == 0 else 1
+_LARGE = frozenset({"float32", "q8_0", "rocmfp8", "rocmfp6", "rocmfp2_mix"})
+"""What takes more registers to decode than the other formats."""
+
+
+def default_tile(format: str, t: int, n: int, target: decode.Target) -> Tile:
+    """A reasonable tile without measurement. n: outputs of one group."""
     rows = 64
     while n % rows:
         rows //= 2
-    warps = 4 if rows >= 64 else 1
-    return Tile(
-        rows=rows, dot_rows=dot_rows, dots=1 if wide else 4, unroll=1 if wide else unroll,
-        num_warps=warps,
-    )  # fmt: skip
+    if target == "rocm":
+        # More products of 16 rows beside the decoded weights than this spill on RDNA 3.
+        roomy = block_of(format) == 128 and format not in _LARGE
+        dots = 2 if roomy else 1
+        return Tile(rows=rows, dots=dots, num_warps=max(1, rows // 16), num_stages=1)
+    if t > DOT_ROWS:
+        # One wide product; the accumulator bounds its rows.
+        return Tile(rows=rows, dot_rows=min(128, 1 << (t - 1).bit_length()), dots=1)
+    return Tile(rows=min(rows, 32), num_warps=1)
 
 
 def dense(
@@ -116,7 +122,7 @@ def dense(
     if backend == "reference":
         return reference(x_TK, w, layer=layer, out_dtype=out_dtype)
     target = backend_lib.target(backend)
-    return _kernel_call(x_TK, w, layer, out_dtype or x_TK.dtype, target, tile, splits, 1)
+    return launch(x_TK, w, layer, out_dtype or x_TK.dtype, target, tile=tile, splits=splits)
 
 
 def grouped(
@@ -146,7 +152,8 @@ def grouped(
         return jnp.stack(parts, 1)
     target = backend_lib.target(backend)
     x = x_TGK.reshape(t, groups * k)
-    y = _kernel_call(x, w, layer, out_dtype or x.dtype, target, tile, splits, groups)
+    dtype = out_dtype or x.dtype
+    y = launch(x, w, layer, dtype, target, tile=tile, splits=splits, groups=groups)
     return y.reshape(t, groups, n // groups)
 
 
@@ -187,16 +194,18 @@ def product(x_TK: Array, w_NK: Array) -> Array:
 # --- The kernel ---
 
 
-def _kernel_call(
+def launch(
     x_TK: Array,
     w: QuantArray | Array,
     layer: int | Array | None,
     out_dtype: Any,
     target: decode.Target,
-    tile: Tile | None,
-    splits: int | None,
-    groups: int,
+    *,
+    tile: Tile | None = None,
+    splits: int | None = None,
+    groups: int = 1,
 ) -> Array:
+    """`dense` (or `grouped`, with x [T, groups * K]) by the kernel written for `target`."""
     name = kernel_format("dense", w)
     if x_TK.dtype != jnp.bfloat16:
         raise NotImplementedError(f"dense: the kernel takes bfloat16 activations, not {x_TK.dtype}")
@@ -205,8 +214,8 @@ def _kernel_call(
     splits = splits or default_splits(n, k, block)
     if tile is None:
         size = "few" if t <= DOT_ROWS else "many"
-        default = default_tile(block, t, n // groups, k // splits, target)
-        tile = backend_lib.tile("dense", default, key=f"{name}/{n}x{k}/{size}")
+        default = default_tile(name, t, n // groups, target)
+        tile = backend_lib.tile("dense", default, key=f"{name}/{n}x{k}/{size}", target=target)
     step = splits * block * tile.unroll
     if n // groups % tile.rows or k % step:
         raise NotImplementedError(
@@ -248,7 +257,7 @@ def kernel_format(op: str, w: QuantArray | Array) -> str:
     Raises: NotImplementedError for what no kernel decodes.
     """
     name = w.format if isinstance(w, QuantArray) else str(w.dtype)
-    have = {*decode.DECODABLE, *_PLAIN}
+    have = {*decode.DECODABLE, *PLAIN}
     if name not in have:
         raise NotImplementedError(
             f"{op}: no kernel for {name} weights; there is one for {', '.join(sorted(have))}"
@@ -256,12 +265,13 @@ def kernel_format(op: str, w: QuantArray | Array) -> str:
     return name
 
 
-_PLAIN = ("bfloat16", "float32")
+PLAIN = ("bfloat16", "float32")
+"""Plain dtypes that kernels take."""
 
 
 def block_of(format: str) -> int:
     """Weights of a row that a kernel loads at a time."""
-    return decode.TILE_K if format in _PLAIN else formats.get(format).block
+    return decode.BLOCK_K if format in PLAIN else formats.get(format).block
 
 
 def operands(w: QuantArray | Array) -> tuple[list[str], list[Array]]:
@@ -297,15 +307,16 @@ def _kernel(
     exact = rows % (size * dots) == 0
     # Of grouped products every weight row reads its own group's columns.
     column = row // (matrix_ref.shape[-2] // groups) * cols if groups > 1 else 0
-    parts = [
-        Rows(
-            size=size,
-            start=t,
-            column=column,
-            live=None if exact else t + jnp.arange(size, dtype=jnp.int32) < rows,
-        )
-        for t in starts
-    ]
+    numbers = [t + jnp.arange(size, dtype=jnp.int32) for t in starts]
+    lives = [None if exact else n < rows for n in numbers]
+    if exact or target != "rocm":
+        parts = [
+            Rows(size=size, start=t, column=column, live=live)
+            for t, live in zip(starts, lives, strict=True)
+        ]
+    else:
+        # Masked loads cost RDNA 3 the registers it lacks: read the last row again instead.
+        parts = [Rows(size=size, number=jnp.minimum(n, rows - 1), column=column) for n in numbers]
     one = functools.partial(
         accumulate, format, weights, lead, row, tile.rows, x_ref=x_ref, groups=parts,
         blocks=blocks, cols=cols, unroll=tile.unroll, target=target,
@@ -314,14 +325,19 @@ def _kernel(
         totals = one(first=pl.program_id(1) * blocks)
     else:
         totals = one(first=0)
-        for s in range(1, splits):
-            totals = [a + b for a, b in zip(totals, one(first=s * blocks), strict=True)]
-    for part, total in zip(parts, totals, strict=True):
+        if splits > 1:
+
+            def add(s: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+                more = one(first=s * blocks)
+                return tuple(a + b for a, b in zip(totals, more, strict=True))
+
+            totals = list(lax.fori_loop(1, splits, add, tuple(totals)))
+    for start, live, total in zip(starts, lives, totals, strict=True):
         y = finish(format, weights, lead, total).T.astype(out_ref.dtype)
-        at: tuple[Any, ...] = (pl.ds(part.start, size), pl.ds(row, tile.rows))
+        at: tuple[Any, ...] = (pl.ds(start, size), pl.ds(row, tile.rows))
         if len(out_ref.shape) == 3:
             at = (pl.program_id(1), *at)
-        mask = None if part.live is None else part.live[:, None]
+        mask = None if live is None else live[:, None]
         plgpu.store(out_ref.at[at], y, mask=mask)
 
 
@@ -336,17 +352,17 @@ class Rows:
     live: Any = None
     """bool [size]: rows that exist; the others count as 0. None: all."""
 
-    def load(self, x_ref: Any, k0: Array, cols: int, whole_k: bool) -> Array:
-        """bfloat16 [size, 128] from column k0 on; columns from `cols` on count as 0."""
+    def load(self, x_ref: Any, k0: Array, width: int, cols: int, whole_k: bool) -> Array:
+        """bfloat16 [size, width] from column k0 on; columns from `cols` on count as 0."""
         mask = None if self.live is None else self.live[:, None]
         if not whole_k:
-            inside = (k0 + jnp.arange(decode.TILE_K, dtype=jnp.int32) < cols)[None, :]
+            inside = (k0 + jnp.arange(width, dtype=jnp.int32) < cols)[None, :]
             mask = inside if mask is None else mask & inside
+        first = k0 + self.column if isinstance(self.column, Array) else k0
         if self.number is None:
-            first = k0 + self.column if isinstance(self.column, Array) else k0
-            at = x_ref.at[(pl.ds(self.start, self.size), pl.ds(first, decode.TILE_K))]
+            at = x_ref.at[(pl.ds(self.start, self.size), pl.ds(first, width))]
         else:
-            at = x_ref.at[grid_index(self.number, k0, decode.TILE_K)]
+            at = x_ref.at[grid_index(self.number, first, width)]
         return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
 
 
@@ -381,15 +397,15 @@ def accumulate(
     Returns: per group float32 [rows, group size].
     """
 
-    size = block_of(format)
+    size, width = block_of(format), _width(format, target)
 
     def one_block(block: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
         out = list(accs)
         tiles = _tiles(format, weights, lead, row, rows, block, cols, target)
         for j, (parts, factor) in enumerate(tiles):
-            k0 = block * size + decode.TILE_K * j
+            k0 = block * size + width * j
             for g, group in enumerate(groups):
-                x = group.load(x_ref, k0, cols, cols % size == 0)
+                x = group.load(x_ref, k0, width, cols, cols % size == 0)
                 for part in parts:
                     if factor is None:
                         out[g] = dot_onto(out[g], part, x)
@@ -415,31 +431,44 @@ def _tiles(
     block: Array,
     cols: int,
     target: decode.Target,
-) -> list[tuple[list[Array], Array | None]]:
-    """Weights [rows, 128] as bfloat16 addends (three for float32), and a factor of the product."""
-    if format not in _PLAIN:
+) -> Iterator[tuple[list[Array], Array | None]]:
+    """Tiles of weights as bfloat16 addends (three for float32), and a factor of the product."""
+    if format not in PLAIN:
         fmt = formats.get(format)
         raw = decode.load(fmt, weights, lead, row, rows, block)
-        return [([tile], factor) for tile, factor in decode.tiles(fmt, raw, target)]
-    k0 = block * decode.TILE_K
-    ref = weights["plain"].at[(*lead, pl.ds(row, rows), pl.ds(k0, decode.TILE_K))]
-    if cols % decode.TILE_K == 0:
-        w = plgpu.load(ref)
-    else:
-        inside = (k0 + jnp.arange(decode.TILE_K, dtype=jnp.int32) < cols)[None, :]
-        w = plgpu.load(ref, mask=jnp.broadcast_to(inside, (rows, decode.TILE_K)), other=0.0)
-    if format == "bfloat16":
-        return [([w], None)]
+        for tile, factor in decode.tiles(fmt, raw, target):
+            yield [tile], factor
+        return
+    width = _width(format, target)
+    for k0 in (block * decode.BLOCK_K + start for start in range(0, decode.BLOCK_K, width)):
+        ref = weights["plain"].at[(*lead, pl.ds(row, rows), pl.ds(k0, width))]
+        if cols % decode.BLOCK_K == 0:
+            w = plgpu.load(ref)
+        else:
+            inside = (k0 + jnp.arange(width, dtype=jnp.int32) < cols)[None, :]
+            w = plgpu.load(ref, mask=jnp.broadcast_to(inside, (rows, width)), other=0.0)
+        yield _addends(w), None
+
+
+def _width(format: str, target: decode.Target) -> int:
+    """Columns of one tile; three addends of a float32 weight take their room."""
+    return decode.tile_width(target) // (2 if format == "float32" else 1)
+
+
+def _addends(w: Array) -> list[Array]:
+    """bfloat16 arrays that add up to `w` (exactly, for float32: three), smallest first."""
+    if w.dtype == jnp.bfloat16:
+        return [w]
     high = w.astype(jnp.bfloat16)
     rest = w - high.astype(jnp.float32)
     middle = rest.astype(jnp.bfloat16)
     low = (rest - middle.astype(jnp.float32)).astype(jnp.bfloat16)
-    return [([low, middle, high], None)]
+    return [low, middle, high]
 
 
 def finish(format: str, weights: dict[str, Any], lead: tuple[Any, ...], acc: Array) -> Array:
     """What `accumulate` left out: the power of two of the tiles and the matrix's factor."""
-    shift = 0 if format in _PLAIN else decode.shift(formats.get(format))
+    shift = 0 if format in PLAIN else decode.shift(formats.get(format))
     up = jnp.float32(2.0**shift)
     if "factor" not in weights:
         return acc * up if shift else acc

@@ -61,7 +61,11 @@ class Tile:
 
 def default_tile(t: int, target: decode.Target) -> Tile:
     """A reasonable tile without measurement."""
-    return Tile(wide=target == "cuda" and t > DOT_ROWS)
+    if target == "rocm":
+        return Tile(up_stages=1, down_stages=1)
+    if t > DOT_ROWS:
+        return Tile(wide=True)
+    return Tile(up_rows=32, up_warps=1, down_rows=32, down_warps=1)
 
 
 DOWN_SPLITS = 1
@@ -109,11 +113,7 @@ def experts(
             x_TM, ids_TS, weights_TS, w13, w2, layer=layer, first_expert=first_expert, limit=limit
         )
     target = backend_lib.target(backend)
-    scalars = jnp.stack([jnp.asarray(0 if layer is None else layer, jnp.int32),
-                         jnp.asarray(first_expert, jnp.int32)])  # fmt: skip
-    return _kernels(
-        x_TM, ids_TS, weights_TS, w13, w2, scalars, layer is not None, limit, target, tile
-    )
+    return launch(x_TM, ids_TS, weights_TS, w13, w2, layer, first_expert, limit, target, tile=tile)
 
 
 def _check(
@@ -233,18 +233,23 @@ def combine(out_TSM: Array) -> Array:
 # --- The kernels ---
 
 
-def _kernels(
+def launch(
     x_TM: Array,
     ids_TS: Array,
     weights_TS: Array,
     w13: Weights,
     w2: Weights,
-    scalars: Array,
-    stacked: bool,
+    layer: int | Array | None,
+    first_expert: int | Array,
     limit: float,
     target: decode.Target,
-    tile: Tile | None,
+    *,
+    tile: Tile | None = None,
 ) -> Array:
+    """`experts` by the kernels written for `target`."""
+    stacked = layer is not None
+    first = jnp.asarray(first_expert, jnp.int32)
+    scalars = jnp.stack([jnp.asarray(layer if stacked else 0, jnp.int32), first])
     kinds = [kernel_format("experts", w) for w in (w13, w2)]
     if x_TM.dtype != jnp.bfloat16:
         raise NotImplementedError(f"experts: the kernel takes bfloat16 rows, not {x_TM.dtype}")
@@ -252,11 +257,13 @@ def _kernels(
     if tile is None:
         size = "few" if t <= DOT_ROWS else "many"
         default = default_tile(t, target)
-        tile = backend_lib.tile("experts", default, key=f"{kinds[0]}+{kinds[1]}/{size}")
+        key = f"{kinds[0]}+{kinds[1]}/{size}"
+        tile = backend_lib.tile("experts", default, key=key, target=target)
     if slots > 8:
         raise NotImplementedError(f"experts: the kernel takes at most 8 slots, not {slots}")
     pairs = t * slots
-    rows = _group_rows(pairs, num)
+    narrow = DOT_ROWS * (2 if all(block_of(k) == 128 for k in kinds) else 1)
+    rows = _group_rows(pairs, num, 128 if tile.wide else narrow)
     if t <= DOT_ROWS:
         groups = _plan(ids_TS, scalars[1], num, target)
     else:
@@ -287,10 +294,10 @@ def _kernels(
     return combine(jnp.where(live[:, :, None], total.reshape(t, slots, m), 0.0))
 
 
-def _group_rows(pairs: int, num: int) -> int:
-    """Rows of a group: about what an expert gets on average, 16 to 128."""
+def _group_rows(pairs: int, num: int, most: int) -> int:
+    """Rows of a group: about what an expert gets on average, 16 to `most`."""
     rows = DOT_ROWS
-    while rows < 128 and rows * num < pairs:
+    while rows < most and rows * num < pairs:
         rows *= 2
     return rows
 

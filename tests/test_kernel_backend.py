@@ -51,11 +51,12 @@ def test_tile_entries_override_fields_by_name(monkeypatch: pytest.MonkeyPatch) -
         return {"dense": {"a": {"rows": 32}, "b": {"lines": 1}}} if kind == "here" else {}
 
     monkeypatch.setattr(backend, "_table", table)
-    assert backend.tile("dense", _Tile(), key="a", kind="here") == _Tile(rows=32)
-    assert backend.tile("dense", _Tile(), key="c", kind="here") == _Tile()
-    assert backend.tile("dense", _Tile(), key="a", kind="there") == _Tile()
+    assert backend.tile("dense", _Tile(), key="a", target="cuda", kind="here") == _Tile(rows=32)
+    assert backend.tile("dense", _Tile(), key="c", target="cuda", kind="here") == _Tile()
+    assert backend.tile("dense", _Tile(), key="a", target="cuda", kind="there") == _Tile()
+    assert backend.tile("dense", _Tile(), key="a", target="rocm") == _Tile()
     with pytest.raises(ValueError, match="unknown fields \\['lines'\\]"):
-        backend.tile("dense", _Tile(), key="b", kind="here")
+        backend.tile("dense", _Tile(), key="b", target="cuda", kind="here")
 
 
 def test_every_tile_table_names_operations_that_exist() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -82,3 +83,75 @@ def test_shapes_that_disagree_are_named() -> None:
         dense.dense(x, q, backend="reference")
     with pytest.raises(ValueError, match="do not fit"):
         dense.dense(x[:, :32], q, layer=0, backend="reference")
+
+
+TILE = dense.Tile(rows=32, num_warps=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "cols", "splits"),
+    [
+        ("rocmfp4", 512, 2),
+        pytest.param("rocmfp3", 512, 1, marks=pytest.mark.slow),
+        pytest.param("rocmfp2_affine", 1024, 2, marks=pytest.mark.slow),
+        pytest.param("q8_0", 160, 1, marks=pytest.mark.slow),
+        pytest.param("nvfp4", 192, 1, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 320, 1, marks=pytest.mark.slow),
+        pytest.param("float32", 320, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_emulated_kernel_against_the_reference(name: str, cols: int, splits: int) -> None:
+    if name in dense.PLAIN:
+        w = jnp.asarray(rows(2 * 64, cols, seed=3).reshape(2, 64, cols), name)
+    else:
+        w = weights(name, (2, 64, cols))
+    x = jnp.asarray(rows(24, cols), jnp.bfloat16)
+    want = np.asarray(dense.dense(x, w, layer=1, backend="reference", out_dtype=jnp.float32))
+    run = jax.jit(
+        lambda x: dense.dense(
+            x, w, layer=1, backend="interpret", out_dtype=jnp.float32, tile=TILE, splits=splits
+        )
+    )
+    whole = np.asarray(run(x))
+    # Weights are rounded to bfloat16 where the format has more bits than that.
+    close(whole, want.astype(np.float64), 1e-2 if name in ("q8_0", "rocmfp2_affine") else 2e-6)
+    at = np.random.default_rng(0).permutation(24)[:3]
+    np.testing.assert_array_equal(np.asarray(run(x[at])), whole[at])
+
+
+def test_emulated_kernel_misses_nothing() -> None:
+    """One code, or one scale, changed anywhere must show."""
+    w = weights("rocmfp4", (64, 256))
+    x = jnp.ones((1, 256), jnp.bfloat16)
+    run = jax.jit(lambda w: dense.dense(x, w, backend="interpret", tile=TILE))
+    before = np.asarray(run(w))
+    for field, at in (("codes", (63, 31)), ("codes", (0, 0)), ("scales", (3, 63))):
+        array = getattr(w, field)
+        changed = dataclasses.replace(w, **{field: array.at[at].set(array[at] ^ 0x40404040)})
+        rows_changed = np.flatnonzero((np.asarray(run(changed)) != before)[0])
+        assert rows_changed.tolist() == [at[0] if field == "codes" else at[1]]
+
+
+def test_grouped_products() -> None:
+    w = weights("rocmfp4", (4 * 32, 128))
+    x = jnp.asarray(rows(8 * 4, 128).reshape(8, 4, 128), jnp.bfloat16)
+    want = np.einsum(
+        "tgk,gnk->tgn",
+        np.asarray(x, np.float64),
+        np.asarray(packing.unpack(w), np.float64).reshape(4, 32, 128),
+    )
+    for backend in ("reference", "interpret"):
+        got = dense.grouped(x, w, backend=backend, out_dtype=jnp.float32, tile=TILE)
+        close(np.asarray(got).reshape(32, 32), want.reshape(32, 32), 2e-6)
+
+
+def test_what_has_no_kernel_says_so() -> None:
+    x = jnp.zeros((8, 256), jnp.bfloat16)
+    with pytest.raises(
+        NotImplementedError, match="no kernel for iq2_xxs weights; there is one for"
+    ):
+        dense.dense(x, weights("iq2_xxs", (64, 256)), backend="interpret")
+    with pytest.raises(NotImplementedError, match="takes bfloat16 activations, not float32"):
+        dense.dense(x.astype(jnp.float32), weights("rocmfp4", (64, 256)), backend="interpret")
+    with pytest.raises(NotImplementedError, match="needs N a multiple of 64"):
+        dense.dense(x, weights("rocmfp4", (48, 256)), backend="interpret", tile=dense.Tile())

@@ -105,3 +105,78 @@ def test_shapes_that_disagree_are_named() -> None:
         experts.experts(
             jnp.zeros((8, 64)), ids, route, *q, layer=0, limit=LIMIT, backend="reference"
         )
+
+
+EXPERT_TILE = experts.Tile(up_rows=32, up_warps=1, down_rows=32, down_warps=1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("rocmfp2_s40", "rocmfp3"),
+        pytest.param(("mxfp4", "mxfp4"), marks=pytest.mark.slow),
+        pytest.param(("nvfp4", "nvfp4"), marks=pytest.mark.slow),
+    ],
+)
+def test_emulated_kernels_against_the_reference(kind: tuple[str, str]) -> None:
+    q, _ = packed(kind, 4, 32, 256)
+    x = jnp.asarray(rows(20, 256) * 0.02, jnp.bfloat16)
+    ids, route = batch(20, 6, 3)
+    ids[5] = -1
+    ids, route = jnp.asarray(ids), jnp.asarray(route)
+
+    def run(t: int, backend: str) -> Any:
+        call = jax.jit(
+            lambda x, ids, route: experts.experts(
+                x, ids, route, *q, first_expert=1, limit=LIMIT, backend=backend, tile=EXPERT_TILE
+            )
+        )
+        return np.asarray(call(x[:t], ids[:t], route[:t]))
+
+    want = run(20, "reference")
+    whole = run(20, "interpret")
+    close(whole, want.astype(np.float64), 1e-5)
+    # Few rows find their groups another way; the bits are the same.
+    np.testing.assert_array_equal(run(7, "interpret"), whole[:7])
+
+
+def test_groups_hold_every_live_pair_once() -> None:
+    ids, _ = batch(16, 9, 6, seed=4)
+    ids[3] = -1
+    num, first = 5, 2
+    sorted_ = experts.group(jnp.asarray(ids), first, num, 16)
+    planned = experts._plan(jnp.asarray(ids), jnp.int32(first), num, "interpret")
+    live = np.flatnonzero((ids.reshape(-1) >= first) & (ids.reshape(-1) < first + num))
+    for groups in (sorted_, planned):
+        used = int(groups.used)
+        pairs = np.asarray(groups.pair)[:used]
+        taken = [
+            (int(e), int(p)) for e, row in zip(groups.expert, pairs, strict=False) for p in row
+        ]
+        taken = [(e, p) for e, p in taken if p < ids.size]
+        assert sorted(p for _, p in taken) == live.tolist()
+        assert all(ids.reshape(-1)[p] - first == e for e, p in taken)
+        assert (np.asarray(groups.pair)[used:] >= ids.size).all()
+    assert int(sorted_.used) == int(planned.used) == len(np.unique(ids.reshape(-1)[live]))
+
+
+def test_interleave_keeps_every_weight() -> None:
+    for name in ("rocmfp4", "q4_k", "nvfp4", "hf_fp8_e4m3_block128"):
+        if name.startswith("hf"):
+            data = np.random.default_rng(0).integers(0, 0x70, (2, 128, 128), dtype=np.uint8)
+            scale = np.full((2, 1, 1), 0.5, np.float32)
+            scale[1] = 2.0
+            a, b = (packing.pack(name, d, scale_f32=s) for d, s in zip(data, scale, strict=True))
+        elif name == "nvfp4":
+            data = np.random.default_rng(0).integers(0x30, 0x48, (2, 16, 36), dtype=np.uint8)
+            a, b = (
+                packing.pack(name, d, factor=f)
+                for d, f in zip(data, np.float32([2.0, 0.5]), strict=True)
+            )
+        else:
+            a, b = (weights(name, (16, 256), seed) for seed in (1, 2))
+        both = np.asarray(packing.unpack(packing.interleave(a, b)))
+        split = both.reshape(-1, 2, 8, both.shape[-1])
+        for i, part in enumerate((a, b)):
+            want = np.asarray(packing.unpack(part))
+            np.testing.assert_array_equal(split[:, i].reshape(want.shape), want)
