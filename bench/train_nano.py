@@ -416,6 +416,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-call", type=int, default=20)
     parser.add_argument("--checkpoint", type=Path, help="resume from and write to this file")
+    parser.add_argument("--checkpoint-every", type=int, default=1000, help="steps")
     parser.add_argument("--stop-after", type=int)
     args = parser.parse_args()
     folder = args.corpus or args.out
@@ -435,7 +436,8 @@ def main() -> None:
         log.unlink(missing_ok=True)
     state = _with_bar(recipe, log, partial(
         train, read_streams(folder), model_config(), recipe, per_call=args.per_call,
-        checkpoint=args.checkpoint, stop_after=args.stop_after,
+        checkpoint=args.checkpoint, checkpoint_every=args.checkpoint_every,
+            stop_after=args.stop_after,
         init=load_weights(args.init) if args.init else None,
     ))  # fmt: skip
     if stats := jax.devices()[0].memory_stats():
