@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import experts, packing
 from tests.test_kernel_dense import close, rows, weights
+from tests.test_kernel_packing import unpack
 
 LIMIT = 10.0
 
@@ -175,8 +176,8 @@ def test_interleave_keeps_every_weight() -> None:
             )
         else:
             a, b = (weights(name, (16, 256), seed) for seed in (1, 2))
-        both = np.asarray(packing.unpack(packing.interleave(a, b)))
+        both = np.asarray(unpack(packing.interleave(a, b)))
         split = both.reshape(-1, 2, 8, both.shape[-1])
         for i, part in enumerate((a, b)):
-            want = np.asarray(packing.unpack(part))
+            want = np.asarray(unpack(part))
             np.testing.assert_array_equal(split[:, i].reshape(want.shape), want)
