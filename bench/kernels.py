@@ -3,9 +3,9 @@
     python -m bench.kernels --json OUT [--formats a,b] [--sizes small|flash] [--rows 1,8,512]
 
 Every cell is checked before it is timed: against the plain-JAX reference, and row by row against
-the same rows in another batch (bits). On a GPU the time is the kernels' own, read from the profiler,
-over weights several times the cache; on a CPU it is the wall time of the reference, which is what a
-CPU runs. Bytes are those of the packed weights that must be read once.
+the same rows in another batch (bits). On a GPU the time is that of the kernels themselves, from the
+profiler, over weights several times the cache; on a CPU it is the wall time of the reference, which
+is what a CPU runs. Bytes are those of the packed weights that must be read once.
 """
 
 from __future__ import annotations

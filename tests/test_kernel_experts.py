@@ -120,7 +120,7 @@ EXPERT_TILE = experts.Tile(up_rows=32, up_warps=1, down_rows=32, down_warps=1)
     ],
 )
 def test_emulated_kernels_against_the_reference(kind: tuple[str, str]) -> None:
-    q, _ = packed(kind, 4, 32, 256)
+    q, _ = packed(kind, 4, 64, 256)
     x = jnp.asarray(rows(20, 256) * 0.02, jnp.bfloat16)
     ids, route = batch(20, 6, 3)
     ids[5] = -1
