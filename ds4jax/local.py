@@ -353,11 +353,15 @@ class Generation:
         self._scheduler = scheduler
         self._request = request
         self._answers = answers
+        self._submitted = False
+        self._cancelled = False
 
     def cancel(self) -> None:
         """End it soon; the iteration then raises ServiceError CANCELLED. For signal handlers."""
-        error = ServiceError("CANCELLED", "INTERRUPTED", "interrupted")
-        self._scheduler.cancel(self._request, "interrupted", error)
+        self._cancelled = True
+        if self._submitted:  # the scheduler knows nothing of it before
+            error = ServiceError("CANCELLED", "INTERRUPTED", "interrupted")
+            self._scheduler.cancel(self._request, "interrupted", error)
 
     def partial(self, candidate: int = 0) -> Result:
         """What a candidate has said, where the request was cancelled before its end."""
@@ -374,7 +378,10 @@ class Generation:
         scheduler, request = self._scheduler, self._request
         live = set(self._answers)
         scheduler.submit(request)
+        self._submitted = True
         try:
+            if self._cancelled:
+                self.cancel()
             while live:
                 delay = scheduler.turn()
                 while (event := request.stream.pop()) is not None:

@@ -496,7 +496,7 @@ class Terminal:
         os.close(slave)
         self.seen = ""
 
-    def expect(self, pattern: str, seconds: float = 200.0) -> str:
+    def expect(self, pattern: str, seconds: float = 90.0) -> str:
         """Read until the pattern has come; what came up to its end is taken."""
         end = time.monotonic() + seconds
         while (match := re.search(pattern, self.seen)) is None:

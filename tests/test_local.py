@@ -13,7 +13,7 @@ import pytest
 
 from ds4jax import local, model_file, parser
 from ds4jax.answer import PromptIds
-from ds4jax.commands import generate
+from ds4jax.commands import interrupts
 from ds4jax.config import RuntimeConfig, SamplingParams, StoppingCriteria
 from ds4jax.local import Loaded, LocalModel, MemoryPlan, Options
 from ds4jax.request import ServiceError
@@ -129,13 +129,22 @@ def test_cancelling_keeps_what_was_said(model: LocalModel) -> None:
     assert ids(model, 0)[0][:4] == seen[:4], "the next request is not disturbed"
 
 
+def test_cancelling_before_it_runs_is_not_lost(model: LocalModel) -> None:
+    g = model.generate(PROMPT, SamplingParams(seed=0), StoppingCriteria(max_output_tokens=10))
+    g.cancel()
+    with pytest.raises(ServiceError) as caught:
+        list(g)
+    assert caught.value.code == "CANCELLED" and g.partial().ids == ()
+    assert model.executor.page_counts().owned == 0
+
+
 def test_interrupt_ends_the_answer_only(model: LocalModel) -> None:
     before = signal.getsignal(signal.SIGINT)
     g = model.generate(
         PROMPT, SamplingParams(seed=0), StoppingCriteria(max_output_tokens=300, ignore_eos=True)
     )
     count = 0
-    with generate.interruptible(g) as was_interrupted:
+    with interrupts.interruptible(g) as was_interrupted:
         for out in g:
             count += len(out.tokens)
             if count == 3:

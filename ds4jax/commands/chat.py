@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ds4jax.commands import common, generate, running
+from ds4jax.commands import common, generate, interrupts, running
 
 if TYPE_CHECKING:
     from ds4jax.chat_request import Message, Profile
@@ -30,7 +30,7 @@ HELP = """\
 /save FILE                     write the conversation as JSON, for generate --chat
 /new                           forget the conversation
 /quit                          leave (so does the end of the input)
-Ctrl-C stops an answer; what it said so far stays in the conversation."""
+Ctrl-C stops an answer; what it said so far stays in the conversation. Three times: the program."""
 
 
 def add(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -183,6 +183,7 @@ class _Shell:
         self._args = args
         self._session = session
         self._typed = common.stdin_is_terminal()
+        self._interrupts = interrupts.Interrupts()
         if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text: the encoder says so
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         if self._typed:
@@ -191,6 +192,10 @@ class _Shell:
 
     def loop(self) -> int:
         """Until the end of the input or /quit."""
+        with self._interrupts:
+            return self._loop()
+
+    def _loop(self) -> int:
         from ds4jax.request import ServiceError
 
         self._note("type a message, or /help")
@@ -212,8 +217,8 @@ class _Shell:
         while True:
             try:
                 if self._typed:
-                    return input("> ")
-                line = sys.stdin.readline()
+                    return self._interrupts.read(lambda: input("> "))
+                line = self._interrupts.read(sys.stdin.readline)
                 if any("\udc80" <= c <= "\udcff" for c in line):
                     print("error: a line is not UTF-8 and is left out", file=sys.stderr)
                     continue
@@ -237,7 +242,7 @@ class _Shell:
         session = self._session
         generation = session.ask(text)
         dim, shown = generate.Dim(), ""
-        with generate.interruptible(generation) as was_interrupted:
+        with self._interrupts.answering(generation) as was_interrupted:
             for output in generation:
                 for event in output.events:
                     if isinstance(event, parser.Reasoning):
@@ -281,12 +286,18 @@ class _Shell:
         elif name == "/read":
             if not rest:
                 raise common.Failure("/read needs a file: /read FILE")
-            self._answer(common.read_text(rest, "/read", bom=False))
+            self._answer(self._file(rest))
         elif name == "/save":
             self._save(rest)
         else:
             raise common.Failure(f"no command {name}; /help lists them")
         return True
+
+    def _file(self, name: str) -> str:
+        try:  # it may be a pipe that nobody writes to
+            return self._interrupts.read(lambda: common.read_text(name, "/read", bom=False))
+        except KeyboardInterrupt:
+            raise common.Failure(f"/read {name}: interrupted") from None
 
     def _context(self, text: str) -> None:
         session = self._session
@@ -295,7 +306,8 @@ class _Shell:
                 wanted = common.integer(1, session.most, "tokens")(text)
             except argparse.ArgumentTypeError as error:
                 raise common.Failure(f"/ctx {error}") from None
-            session.start(wanted)
+            with self._interrupts.working():
+                session.start(wanted)
         print(f"context: {session.used} of {session.ctx} tokens used", file=sys.stderr)
 
     def _save(self, name: str) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ds4jax.commands import common, running
+from ds4jax.commands import common, interrupts, running
 
 if TYPE_CHECKING:
     from ds4jax.answer import PromptIds, Result
@@ -79,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         local = running.start(loaded, model, shown)
     generation = local.generate(prompt, sampling, stopping, candidates=args.candidates)
     printer = Printer(args, model.tokenizer)
-    with interruptible(generation) as was_interrupted:
+    with interrupts.interruptible(generation) as was_interrupted:
         for output in generation:
             printer.show(output)
     printer.end(generation)
@@ -198,40 +194,6 @@ def _chat_file(args: argparse.Namespace, model: running.Opened) -> PromptIds:
         return chat_prompt(rendered, model.need_tokenizer())
     except (ChatError, ChatUnsupportedError, TokenizerError) as error:
         raise common.Failure(f"--chat {args.chat}: {error}") from None
-
-
-# -- interruption ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def interruptible(generation: Generation) -> Iterator[Any]:
-    """Ctrl-C ends the request between two steps; a second one at once.
-
-    The block ends quietly then; the function that the context gives tells whether it happened.
-    """
-    from ds4jax.request import ServiceError
-
-    pressed = 0
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed += 1
-        if pressed > 1:
-            raise KeyboardInterrupt
-        generation.cancel()
-
-    try:
-        before = signal.signal(signal.SIGINT, handler)
-    except ValueError:  # not the main thread: nobody can press anything
-        yield lambda: False
-        return
-    try:
-        yield lambda: pressed > 0
-    except ServiceError as error:
-        if error.code != "CANCELLED":
-            raise
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # -- output ----------------------------------------------------------------------------------------

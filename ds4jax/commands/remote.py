@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ds4jax.commands import chat, common, generate, running
+from ds4jax.commands import chat, common, generate, interrupts, running
 
 if TYPE_CHECKING:
     from ds4jax.chat_request import Message
@@ -60,7 +60,7 @@ def run_generate(args: argparse.Namespace) -> int:
         options = _options(args, model, sampling, stopping)
         generation: Any = model.generate(options)  # read like a local one
         printer = generate.Printer(args, None, has_text=True)
-        with generate.interruptible(generation) as was_interrupted:
+        with interrupts.interruptible(generation) as was_interrupted:
             for output in generation:
                 printer.show(output)
         printer.end(generation)
