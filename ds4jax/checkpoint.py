@@ -63,6 +63,7 @@ class CheckpointTensor(NamedTuple):
     file: str
     start: int
     nbytes: int
+    complete: bool = True  # all its bytes are in the file
 
 
 @dataclass(kw_only=True)
@@ -83,9 +84,9 @@ class Checkpoint:
 
         Raises:
             KeyError: if there is no such tensor.
+            ModelFileError: if its bytes are not in the file (one opened with its problems kept).
         """
-        t = self.tensors[name]
-        flat = self._maps[t.file][t.start : t.start + t.nbytes]
+        t, flat = self._bytes(name)
         lead = t.shape[:-1]
         return flat.reshape(*lead, DTYPES[t.dtype][0] * (t.shape[-1] if t.shape else 1))
 
@@ -93,11 +94,18 @@ class Checkpoint:
         """A tensor as a numpy view: float8 as uint8, bfloat16 as uint16, the rest as itself.
 
         Raises:
-            KeyError: if there is no such tensor.
+            As `packed`.
         """
-        t = self.tensors[name]
-        flat = self._maps[t.file][t.start : t.start + t.nbytes]
+        t, flat = self._bytes(name)
         return flat.view(DTYPES[t.dtype][1]).reshape(t.shape)
+
+    def _bytes(self, name: str) -> tuple[CheckpointTensor, npt.NDArray[np.uint8]]:
+        t = self.tensors[name]
+        if not t.complete:
+            found: list[Problem] = []
+            _outside(t.file, [t], len(self._maps[t.file]), found)
+            raise ModelFileError(str(self.path), found)
+        return t, self._maps[t.file][t.start : t.start + t.nbytes]
 
 
 def open_checkpoint(
@@ -434,6 +442,7 @@ def _read_shard(
         return None
     before = len(problems)
     tensors = _header_entries(path.name, text, 8 + length, size, problems)
+    _outside(path.name, [t for t in tensors if not t.complete], size, problems)
     _check_layout(path.name, tensors, 8 + length, size, problems, notes, len(problems) == before)
     return buffer, tensors
 
@@ -532,11 +541,21 @@ def _entry(
         found = f"{end - start} bytes for {dtype} {list(shape)}"
         _add(problems, file, f"tensor {name}", found, f"{nbytes} bytes")
         return None
-    if base + end > size:
-        found = f"data up to byte {base + end} of a file of {size} bytes"
-        _add(problems, file, f"tensor {name}", found, "data inside the file")
-        return None
-    return CheckpointTensor(name, dtype, shape, file, base + start, nbytes)
+    return CheckpointTensor(name, dtype, shape, file, base + start, nbytes, base + end <= size)
+
+
+def _outside(file: str, cut: list[CheckpointTensor], size: int, problems: list[Problem]) -> None:
+    """Reports tensors whose bytes are not in the file: one by its name, more as a cut-off file."""
+    if not cut:
+        return
+    end = max(t.start + t.nbytes for t in cut)
+    if len(cut) == 1:
+        found = f"data up to byte {end} of a file of {size} bytes"
+        _add(problems, file, f"tensor {cut[0].name}", found, "data inside the file")
+        return
+    first = printable(cut[0].name)
+    found = f"{size} bytes, with {len(cut)} tensors beyond them (the first is {first})"
+    _add(problems, file, "", found, f"{end} bytes")
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:

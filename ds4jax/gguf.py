@@ -44,7 +44,7 @@ MAX_ALIGNMENT = 1 << 20
 MAX_SHARDS = 1024
 _MAX_BAD_STRINGS = 8
 MAX_CUT_LISTED = 8
-"""Tensors beyond the end of a file that are reported one by one; more make one problem."""
+"""Tensors beyond the end of a file that its problem names."""
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -567,15 +567,17 @@ class _Parser:
         return tensors
 
     def outside(self, cut: list[GGUFTensor], total: int) -> None:
-        """Reports tensors whose bytes are not in the file: one by one, or as a cut-off file."""
-        if len(cut) <= MAX_CUT_LISTED:
-            for t in cut:
-                found = f"{t.nbytes} bytes at byte {t.start} of a file of {self.size} bytes"
-                self.add(f"tensor {t.name}", found, _INSIDE, _TRUNCATED)
+        """Reports tensors whose bytes are not in the file: one by its name, or a cut-off file."""
+        if not cut:
+            return
+        if len(cut) == 1:
+            found = f"{cut[0].nbytes} bytes at byte {cut[0].start} of a file of {self.size} bytes"
+            self.add(f"tensor {cut[0].name}", found, _INSIDE, _TRUNCATED)
             return
         names = ", ".join(t.name for t in cut[:MAX_CUT_LISTED])
+        names += ", ..." if len(cut) > MAX_CUT_LISTED else ""
         end = max(t.start + t.nbytes for t in cut)
-        found = f"{self.size} bytes, with {len(cut)} of {total} tensors beyond them ({names}, ...)"
+        found = f"{self.size} bytes, with {len(cut)} of {total} tensors beyond them ({names})"
         self.add("", found, f"{end} bytes", _TRUNCATED)
 
     def row_nbytes(self, name: str, dims: tuple[int, ...], kind: int) -> int | None:

@@ -267,6 +267,23 @@ def test_every_truncation_of_a_shard_is_refused(tmp_path: Path) -> None:
         problems_of(root)
 
 
+def test_a_cut_off_shard_is_one_problem(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    path = root / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    assert "data inside the file" in problems_of(root), "one tensor is named"
+    os.truncate(path, 8 + int.from_bytes(path.read_bytes()[:8], "little"))
+    problems: list[Any] = []
+    file = checkpoint.open_checkpoint(root, problems)
+    (problem,) = problems
+    assert f"with {len(file.tensors)} tensors beyond them" in problem.found
+    name, tensor = next(iter(file.tensors.items()))
+    assert not tensor.complete
+    for read in (file.packed, file.array):
+        with pytest.raises(ModelFileError, match="data inside the file"):
+            read(name)
+
+
 def test_problems_can_be_kept_instead_of_raised(tmp_path: Path) -> None:
     root = make(tmp_path, shards=2)
     (root / "model-00002-of-00002.safetensors").unlink()
