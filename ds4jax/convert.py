@@ -48,7 +48,7 @@ from ds4jax.convert_types import (
     parse_types,
 )
 from ds4jax.formats import F32, FORMATS, U8
-from ds4jax.model_file import Draft, ModelFile
+from ds4jax.model_file import READING_KEY, Draft, ModelFile
 from ds4jax.stored import Packed, StoredTensor
 from ds4jax.tensors import TensorSpec
 
@@ -298,7 +298,7 @@ class _Job:
         readings = {i.target for i in self.items if i.type_id == formats.ROCMFP2_TYPE_ID}
         for reading, format in formats.ROCMFP2_READINGS.items():
             if format in readings:
-                out["ds4jax.rocmfp2_reading"] = reading
+                out[READING_KEY] = reading
         out |= self.mix_pairs
         return out | self._tokenizer()
 

@@ -42,6 +42,9 @@ ROCMFP2_OPTIONS: tuple[str, ...] = get_args(Rocmfp2Option)
 NANO = "nano"
 """Name of the model that ships inside the package."""
 
+READING_KEY = "ds4jax.rocmfp2_reading"
+"""GGUF key with which a file says how its type 107 is meant."""
+
 _SAMPLE_BYTES = 8 << 20  # of one tensor, to tell the reading of type 107
 
 Progress = Callable[[int, str], None]
@@ -50,12 +53,14 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Rocmfp2Choice:
-    """Reading of type 107 in a file, and why."""
+    """Reading of type 107 in a file, and why: an option goes before the file's own word (the key
+    that our converter writes), and that before the data."""
 
     option: str
     reading: str | None  # None: the file has no such tensor, or its data is not there
     reason: str
     tensors: int
+    decided_by: Literal["option", "key", "data"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -256,7 +261,8 @@ def open_model(
 
     Args:
         path: what to open.
-        rocmfp2: reading of GGUF type 107: auto (decided from the data), s40, fixed, signed, affine.
+        rocmfp2: reading of GGUF type 107: auto (as the file says, else decided from the data), s40,
+            fixed, signed, affine.
         keep_problems: return what can be read of an incomplete or damaged model, with its
             `problems`, instead of raising. For reports and for uses that need no weights.
 
@@ -494,8 +500,28 @@ def _choose_reading(
     held = [t for t in file.tensors.values() if t.type_id == formats.ROCMFP2_TYPE_ID]
     if not held:
         return Rocmfp2Choice(option, None, "the file has no tensor of type 107", 0), []
+    said = file.metadata.get(READING_KEY)
+    known = isinstance(said, str) and said in formats.ROCMFP2_READINGS
     if option != "auto":
-        return Rocmfp2Choice(option, option, "chosen by option", len(held)), []
+        notes = []
+        if known and said != option:
+            notes = [f"type 107 is read as {option}, the file says {said} ({READING_KEY})"]
+        return Rocmfp2Choice(option, option, "chosen by option", len(held), "option"), notes
+    if known:
+        note = f"type 107 is read as {said} (key {READING_KEY}); --rocmfp2 overrides"
+        return Rocmfp2Choice(option, str(said), f"key {READING_KEY}", len(held), "key"), [note]
+    if said is not None:
+        expected = f"one of {', '.join(formats.ROCMFP2_READINGS)}"
+        problems.append(
+            Problem(
+                file=file.path.name,
+                where=f"key {READING_KEY}",
+                found=printable(repr(said)),
+                expected=expected,
+                fix="choose the reading: --rocmfp2 s40, fixed, signed or affine",
+            )
+        )
+        return Rocmfp2Choice(option, None, f"key {READING_KEY} is no reading", len(held)), []
     complete = [t for t in held if t.complete]
     experts = [t for t in complete if len(t.dims) == 3]
     if not complete:
@@ -519,7 +545,7 @@ def _choose_reading(
         return Rocmfp2Choice(option, None, str(error), len(held)), []
     reason = f"{printable(chosen.name)}: {guess.reason}"
     note = f"type 107 is read as {guess.reading} ({reason}); --rocmfp2 overrides"
-    return Rocmfp2Choice(option, guess.reading, reason, len(held)), [note]
+    return Rocmfp2Choice(option, guess.reading, reason, len(held), "data"), [note]
 
 
 def _with_reading(

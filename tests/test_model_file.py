@@ -490,13 +490,13 @@ def rocmfp2_block(reading: str, rng: np.random.Generator, count: int) -> bytes:
     return np.concatenate([payload, low, high], axis=1).astype(np.uint8).tobytes()
 
 
-def rocmfp2_file(path: Path, reading: str) -> Path:
+def rocmfp2_file(path: Path, reading: str, pairs: list[mf.Pair] | None = None) -> Path:
     rng = np.random.default_rng(7)
     table = small_table(experts_gate_up=107, experts_down=107)
     for t in table:
         if t.type_id == 107:
             t.data = rocmfp2_block(reading, rng, t.nbytes // 10)
-    return write_small(path, table)
+    return write_small(path, table, pairs=mf.gguf_pairs(SMALL) + (pairs or []))
 
 
 @pytest.mark.parametrize("reading", ["s40", "fixed", "signed", "affine"])
@@ -507,6 +507,7 @@ def test_reading_of_type_107_is_decided_and_reported(tmp_path: Path, reading: st
     assert any(f"read as {reading}" in n and "--rocmfp2" in n for n in model.notes)
     report = model.describe()["rocmfp2"]
     assert report["reading"] == reading and report["option"] == "auto"
+    assert report["decided_by"] == "data"
     assert "blk.0.ffn_gate_exps.weight" in report["reason"]
     spec = spec_of(model, "ffn.experts.w1", 0)
     format = {"fixed": "rocmfp2_m1012"}.get(reading, f"rocmfp2_{reading}")
@@ -518,6 +519,23 @@ def test_reading_of_type_107_is_decided_and_reported(tmp_path: Path, reading: st
         assert forced.rocmfp2.reading == other and forced.rocmfp2.option == other
         if reading == "signed" and other != "signed":
             assert "signed" in str(forced.check_values()[0])
+
+
+def test_the_file_says_how_its_type_107_is_read(tmp_path: Path) -> None:
+    def said(value: str) -> Path:
+        pairs: list[mf.Pair] = [(model_file.READING_KEY, mf.STRING, value)]
+        return rocmfp2_file(tmp_path / "m.gguf", "s40", pairs)
+
+    model = model_file.open_model(said("affine"))  # whatever the data looks like
+    assert (model.rocmfp2.reading, model.rocmfp2.decided_by) == ("affine", "key")
+    assert model.tensors[spec_of(model, "ffn.experts.w1", 0).name].format == "rocmfp2_affine"
+    assert any("read as affine (key ds4jax.rocmfp2_reading)" in n for n in model.notes)
+    forced = model_file.open_model(said("affine"), rocmfp2="fixed")
+    assert (forced.rocmfp2.reading, forced.rocmfp2.decided_by) == ("fixed", "option")
+    assert any("the file says affine" in n for n in forced.notes)
+    (problem,) = problems_of(said("other"))
+    assert "ds4jax.rocmfp2_reading: found 'other', expected one of s40" in problem
+    assert model_file.open_model(said("other"), rocmfp2="s40").rocmfp2.reading == "s40"
 
 
 def test_reading_of_type_107_that_cannot_be_told(tmp_path: Path) -> None:

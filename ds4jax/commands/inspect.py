@@ -140,6 +140,9 @@ def _print(report: dict[str, Any]) -> None:
         f" {common.count_text(totals['parameters'])} parameters")  # fmt: skip
     for name, part in sorted(totals["by_type"].items(), key=lambda kv: -kv[1]["bytes"]):
         row("", f"{name:<22} {part['tensors']:>6} tensors  {size(part['bytes']):>9}")
+    if report["rocmfp2"] is not None:
+        choice = report["rocmfp2"]
+        row("type 107", f"read as {choice['reading'] or 'nothing'}: {choice['reason']}")
     row("tokenizer", _tokenizer_line(report["tokenizer"]))
     drafter = report["drafter"]
     row("drafter", "none" if drafter is None else
