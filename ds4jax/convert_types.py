@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ds4jax import quantize, quantize_mix
+from ds4jax import formats, quantize, quantize_mix
 from ds4jax.tensors import TensorSpec
 
 KEEP = "keep"
@@ -18,6 +18,26 @@ KEEP = "keep"
 
 TARGETS = (KEEP, *quantize.ENCODABLE, *quantize_mix.LEVELS)
 """Names a tensor class can be given."""
+
+_GGUF_NAMES = {formats.FORMATS[t].ggml_name.lower(): t for t in TARGETS if t != KEEP}
+_ALSO = {"rocmfp2": "rocmfp2_s40", "rocmfp2_fixed": "rocmfp2_m1012"}
+
+
+def target_of(word: str) -> str:
+    """The name of `TARGETS` that a word means: itself, or how GGUF files spell it, in any case.
+
+    Raises:
+        ValueError: no such type, or one that is read and not written, with those that are.
+    """
+    low = word.lower()
+    if low == "q2_0_rocmfp2":
+        raise ValueError(f"{word} has several readings: give rocmfp2_m1012 or rocmfp2_affine")
+    name = _ALSO.get(low) or _GGUF_NAMES.get(low) or low
+    if name in TARGETS:
+        return name
+    known = {f.ggml_name.lower() for f in formats.FORMATS.values()} | set(formats.FORMATS)
+    why = "is read, not written" if low in known else "is unknown"
+    raise ValueError(f"type {word!r} {why}: types are {', '.join(TARGETS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +129,8 @@ def parse_types(choices: Sequence[str]) -> Types:
 
     Args:
         choices: a name of `PRESETS`; `class=target` with a class of `CLASSES` or "experts"; or
-            `pattern=target` for tensors by GGUF name (a pattern contains "." or "*").
+            `pattern=target` for tensors by GGUF name (a pattern contains "." or "*"). Types are
+            spelled as `target_of` reads them.
 
     Raises:
         ValueError: naming the word and what is possible.
@@ -118,12 +139,10 @@ def parse_types(choices: Sequence[str]) -> Types:
     for word in choices:
         name, equals, target = word.partition("=")
         if not equals:
-            if name not in PRESETS:
-                raise ValueError(
-                    f"type {word!r} is unknown: give one of {', '.join(PRESETS)}, or class=type"
-                )
-            types = replace(PRESETS[name], overrides=types.overrides)
-        elif "." in name or "*" in name:
+            types = replace(PRESETS[_preset_of(word)], overrides=types.overrides)
+            continue
+        target = target_of(target)
+        if "." in name or "*" in name:
             types = replace(types, overrides=(*types.overrides, (name, target)))
         elif name == "experts":
             types = replace(types, experts_gate_up=target, experts_down=target)
@@ -136,3 +155,23 @@ def parse_types(choices: Sequence[str]) -> Types:
                 " or a pattern of GGUF names with a dot or a star"
             )
     return types
+
+
+def _preset_of(word: str) -> str:
+    low = word.lower()
+    if low in PRESETS:
+        return low
+    presets = ", ".join(PRESETS)
+    try:
+        target = target_of(word)
+    except ValueError:
+        raise ValueError(
+            f"type {word!r} is unknown: give one of {presets}, or class=type"
+        ) from None
+    same = next((p for p in PRESETS if _ALSO.get(p, p) == target), None)
+    if same is None:
+        raise ValueError(
+            f"{target} is no choice for a whole file (those are {presets}): give it to a class,"
+            f" like experts={target}"
+        )
+    return same

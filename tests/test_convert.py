@@ -309,11 +309,24 @@ def test_words_of_the_command_line() -> None:
     for words, text in (
         (["q9"], "type 'q9' is unknown: give one of default, lossless"),
         (["expert=q8_0"], "class 'expert' is unknown; classes are experts, experts_gate_up"),
-        (["head=q4_k"], "unknown types head=q4_k; choose from keep, q8_0"),
-        (["*=x"], r"unknown types \*=x"),
+        (["head=q4_k"], "type 'q4_k' is read, not written: types are keep, q8_0"),
+        (["head=IQ2_XXS"], "type 'IQ2_XXS' is read, not written"),
+        (["*=x"], "type 'x' is unknown: types are keep"),
+        (["head=Q2_0_ROCMFP2"], "has several readings: give rocmfp2_m1012 or rocmfp2_affine"),
+        (["rocmfp2_affine"], "no choice for a whole file .*: give it to a class, like experts="),
     ):
         with pytest.raises(ValueError, match=text):
             parse_types(words)
+
+
+@pytest.mark.parametrize(("word", "target"), [
+    ("rocmfp2", "rocmfp2_s40"), ("rocmfp2_fixed", "rocmfp2_m1012"), ("Q8_0", "q8_0"),
+    ("Q4_0_ROCMFP4_FAST", "rocmfp4_fast"), ("Q2_0_ROCMFPX", "rocmfp2_s40"), ("BF16", "bf16"),
+    ("Keep", "keep"), ("Q2_1_ROCMFP2_MIX", "rocmfp2_mix"),
+])  # fmt: skip
+def test_other_spellings_of_types(word: str, target: str) -> None:
+    assert parse_types([f"head={word}"]).head == target
+    assert parse_types(["Q4_0_ROCMFP4", "BF16", "rocmfp2_s40"]) == PRESETS["rocmfp2"]
 
 
 def test_what_a_type_cannot_hold_is_listed_before_anything_is_written(
@@ -397,10 +410,10 @@ def test_dense_codebooks_are_kept(plain: ModelFile, tmp_path: Path) -> None:
 def test_type_107_keeps_its_reading(reading: Any, plain: ModelFile, tmp_path: Path) -> None:
     format = quant.ROCMFP2_READINGS[reading]
     convert.convert(plain, tmp_path / "m.gguf", parse_types([f"experts_gate_up={format}"]))
-    model = open_model(tmp_path / "m.gguf", rocmfp2=reading)
-    assert model.metadata["ds4jax.rocmfp2_reading"] == reading
+    model = open_model(tmp_path / "m.gguf")
+    assert model.metadata["ds4jax.rocmfp2_reading"] == reading == model.rocmfp2.reading
     convert.convert(model, tmp_path / "n.gguf", PRESETS["lossless"])
-    copy = open_model(tmp_path / "n.gguf", rocmfp2=reading)
+    copy = open_model(tmp_path / "n.gguf")
     assert_same_values(model, copy)
     assert copy.metadata["ds4jax.rocmfp2_reading"] == reading
     other = "rocmfp2_m1012" if reading == "s40" else "rocmfp2_s40"

@@ -12,6 +12,7 @@ from ds4jax.commands.progress import Progress
 
 if TYPE_CHECKING:
     from ds4jax.convert import Converted
+    from ds4jax.convert_types import Types
     from ds4jax.model_file import Draft, ModelFile
 
 
@@ -52,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
                             ("--name", args.name), ("--overwrite", args.overwrite)):  # fmt: skip
             if given:
                 raise common.UsageError(f"{flag} goes with an OUT that ends in .gguf")
+    types = _types(args)
     model = model_file.open_model(args.model, rocmfp2=args.rocmfp2)
     draft = None if args.draft is None else model_file.open_draft(args.draft, model)
     started = time.perf_counter()
     with running.progress(args) as shown:
         try:
-            done = _gguf(args, model, draft, shown) if to_gguf else _checkpoint(
+            done = _gguf(args, model, types, draft, shown) if to_gguf else _checkpoint(
                 args, model, draft, shown
             )  # fmt: skip
         except FileExistsError as error:
@@ -74,12 +76,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _types(args: argparse.Namespace) -> Types:
+    from ds4jax import convert_types
+
+    try:
+        return convert_types.parse_types(args.type or ())
+    except ValueError as error:
+        raise common.UsageError(f"-t/--type: {error}") from None
+
+
 def _gguf(
-    args: argparse.Namespace, model: ModelFile, draft: Draft | None, shown: Progress
+    args: argparse.Namespace, model: ModelFile, types: Types, draft: Draft | None, shown: Progress
 ) -> Converted:
     from ds4jax import convert
 
-    types = convert.parse_types(args.type or ())
     imatrix = convert.read_imatrix(args.imatrix) if args.imatrix is not None else None
     return convert.convert(
         model, args.out, types, imatrix=imatrix, draft=draft, name=args.name,
