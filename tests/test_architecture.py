@@ -21,8 +21,8 @@ ds4jax: params cache linear sequence layers model functional weights synthetic
 ds4jax: plan pages request refusals answer telemetry front health scheduler
 ds4jax: sampling step engine evaluate local
 ds4jax: wire client remote system
-ds4jax.commands: common progress running interrupts generate chat convert detokenize doctor download inspect \
-  logits parse remote score serve tokenize top
+ds4jax.commands: common progress running interrupts generate chat convert detokenize doctor \
+  download inspect logits parse remote score serve tokenize top
 ds4jax: cli
 ds4jax_server: settings errors request_log engine metrics convert output service admin app __main__
 """
