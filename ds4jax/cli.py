@@ -78,6 +78,10 @@ class _Parser(argparse.ArgumentParser):
                 taken.add(action.dest)
         self.set_defaults(from_environment=frozenset(taken))
 
+    def given(self, arguments: Sequence[str]) -> frozenset[str]:
+        """Destinations of the flags that stand among the arguments."""
+        return frozenset(a.dest for a in self._actions if _is_given(a, arguments))
+
 
 def _is_given(action: argparse.Action, arguments: Sequence[str]) -> bool:
     """Whether a flag stands among the arguments, in any of its forms."""
@@ -148,7 +152,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] in by_name:
             by_name[arguments[0]].use_environment(os.environ, arguments[1:])
-        args = parser.parse_args(arguments)
+        args, unknown = parser.parse_known_args(arguments)
+        chosen = by_name.get(args.command, parser)
+        if unknown:
+            chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.given = chosen.given(arguments[1:])
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE
     if args.command is None:

@@ -24,7 +24,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ds4jax import cli, local
-from ds4jax.commands import common, logits, running
+from ds4jax.commands import common, logits, progress, running
 from ds4jax.model_file import open_model
 from ds4jax.tokenizer import Tokenizer
 from tests.conftest import DATA
@@ -312,6 +312,12 @@ def test_candidates(run: Any) -> None:
     (["-p", "x", "--device", "tpu"], 2, "argument --device: invalid choice: 'tpu'"),
     (["-p", "x", "--numerics", "exact"], 2, "argument --numerics: invalid choice"),
     (["-p", "x", "--logit-bias", "7"], 2, "must be ID=BIAS"),
+    (["-p", "x", "--stop", ""], 2, "--stop: is empty, must have 1 to 256 characters"),
+    (["-p", "x", *(f"--stop={i}" for i in range(17))], 2, "--stop must be at most 16"),
+    (["-p", "x", "-n", "3", "--min-tokens", "5"], 2, "--min-tokens is 5, above --tokens = 3 (see"),
+    (["-p", "x", "--raw", "--min-tokens", "5000"], 1, "tokens and --min-tokens 5000 are over the"),
+    (["-p", "x", "--server-ca", "y"], 2, "--server-ca goes with --server: no server is asked"),
+    (["-p", "x", "--colour"], 2, "unrecognized arguments: --colour (see ds4jax generate --help)"),
     (["-p", "x", "--logit-bias", "99999999=1"], 1, "entry 0 is 99999999, must be in 0..{last}"),
     (["-p", "x", "--stop-id", "{vocab}"], 1, "--stop-id: entry 0 is {vocab}, must be in 0..{last}"),
     (["-p", "x", "--ctx", "4000000"], 1, "--ctx 4000000: the model has {most} positions"),
@@ -572,6 +578,24 @@ def test_generate_can_be_interrupted(compiled: Warm, tmp_path: Path) -> None:
                 stream.close()
 
 
+def test_plain_progress_tells_news_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.01)
+    with progress.Progress(shown=True) as shown:
+        for done, text in ((0, "compile: the first program\n"), (1, "compile: program 2 of 3\n")):
+            shown.compile(done, 3)
+            end, seen = time.monotonic() + 30, ""
+            while text not in seen and time.monotonic() < end:
+                time.sleep(0.01)
+                seen += capsys.readouterr().err
+            time.sleep(0.1)
+            assert seen + capsys.readouterr().err == text
+        shown.compile(3, 3)
+        time.sleep(0.1)
+    assert capsys.readouterr().err == "", "what is done needs no line"
+
+
 # -- logits and score ------------------------------------------------------------------------------
 
 
@@ -618,6 +642,24 @@ def test_logits_refuses(
     result = run("logits", W16, "--ids", ids, "--output", tmp_path / "x.npz", *flags)
     assert says in result.failed(status)
     assert not (tmp_path / "x.npz").exists()
+
+
+def test_logits_of_a_model_that_is_cut_off(run: Any, write: Any, tmp_path: Path) -> None:
+    """One line, whatever hangs on the part that is not there."""
+    ids, flags = write("ids.json", [1, 2]), ["--output", tmp_path / "x.npz"]
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((W16 / "config.json").read_bytes())
+    whole = (W16 / "model.safetensors").read_bytes()
+    for size in (len(whole) // 2, len(whole) - 1, 1000, 4):
+        (directory / "model.safetensors").write_bytes(whole[:size])
+        text = run("logits", directory, "--ids", ids, *flags).failed()
+        assert "model.safetensors" in text and "download or copy the file again" in text
+    whole = (W16 / "model.Q8_0.gguf").read_bytes()
+    for size in (len(whole) // 2, len(whole) - 5000, 10000, 4):
+        file = write("cut.gguf", whole[:size])
+        text = run("logits", file, "--ids", ids, *flags).failed()
+        assert "cut.gguf" in text and "download or copy the file again" in text
 
 
 def test_logits_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -690,8 +732,9 @@ def test_convert_and_back(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "status", "says"), [
-    (["x.gguf", "-t", "fp5"], 1, "type 'fp5' is unknown"),
-    (["x.gguf", "-t", "heads=q8_0"], 1, "class 'heads' is unknown"),
+    (["x.gguf", "-t", "fp5"], 2, "-t/--type: type 'fp5' is unknown: give one of default"),
+    (["x.gguf", "-t", "heads=q8_0"], 2, "class 'heads' is unknown"),
+    (["x.gguf", "-t", "head=rocm"], 2, "type 'rocm' is unknown: types are keep, q8_0"),
     (["x", "-t", "q8_0"], 2, "--type goes with an OUT that ends in .gguf"),
     (["x.gguf", "--imatrix", "none.npz"], 1, "none.npz: no imatrix"),
     (["no/dir/x.gguf"], 1, "No such file or directory"),

@@ -260,10 +260,25 @@ def test_generate_from_a_server(
     assert len(json.loads(capsys.readouterr().out)["candidates"]) == 2
 
 
-def test_errors_of_a_server_are_one_line(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_a_server_are_one_line(
+    served: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ids, chat = tmp_path / "ids.json", tmp_path / "chat.json"
+    ids.write_text("[1, 999999]")
+    chat.write_text(json.dumps({"messages": [{"role": "tool", "content": "x"}]}))
     for arguments, says in (
         (["--server", served, "-p", "x" * 9000], "over the context"),
-        (["--server", served, "-p", "x", "--candidates", "7"], "candidate_count"),
+        (["--server", served, "-p", "x", "--candidates", "7"], "--candidates is 7, must be in 1.."),
+        (["--server", served, "-p", "x", "--stop-id", "999999"], "--stop-id: entry 0 is 999999"),
+        (["--server", served, "-p", "x", "--logit-bias", "99999=1"], "--logit-bias: entry 0 is 99"),
+        (
+            ["--server", served, "-p", "x", "--min-tokens", "9999"],
+            "INVALID_ARGUMENT: --min-tokens is",
+        ),
+        (["--server", served, "--ids", str(ids)], "--ids: entry 1 is 999999, must be in 0.."),
+        (["--server", served, "--chat", str(chat)], "--chat: messages[0]"),
+        (["--server", served, "-p", "x", "--server-ca", str(ids)], "holds no certificates in PEM"),
+        (["--server", served, "-p", "x", "--server-ca", "/nowhere"], "--server-ca /nowhere: No su"),
         (["--server", "127.0.0.1:1", "-p", "x"], "UNAVAILABLE"),
         (["--server", served, "-p", "\udcff"], "cannot be sent"),
     ):
@@ -271,6 +286,51 @@ def test_errors_of_a_server_are_one_line(served: str, capsys: pytest.CaptureFixt
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and says in err
     assert cli.main(["generate", "--server", served, "--markers", "-p", "x"]) == 2
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["generate", "-p", "x", "--ctx", "9"], "--ctx and --server exclude each other"),
+    (["generate", "-p", "x", "--device", "cpu", "--dtype", "float32", "--numerics", "plain"],
+     "--device, --dtype, --numerics and --server exclude"),
+    (["generate", "-p", "x", "--rocmfp2", "auto", "--cpu-weights", "auto"],
+     "--rocmfp2, --cpu-weights and --server exclude"),
+    (["generate", "-p", "x", "--no-compile-cache"], "--no-compile-cache and"),
+    (["generate", "-p", "x", "nano"], "MODEL and --server"),
+    (["chat", "-m", "nano", "--chat-profile", "auto"], "--model, --chat-profile and --server"),
+    (["chat", "-c9"], "--ctx and --server"),
+])  # fmt: skip
+def test_flags_about_a_model_here_do_not_go_with_a_server(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert cli.main([*arguments, "--server", "127.0.0.1:1"]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+    monkeypatch.setenv("DS4JAX_SERVER", "127.0.0.1:1")
+    assert cli.main(arguments) == 2
+    assert says.replace("--server", "DS4JAX_SERVER") in capsys.readouterr().err
+
+
+def test_twins_of_flags_about_a_model_here_do_no_harm(
+    served: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS4JAX_CTX", "9")
+    monkeypatch.setenv("DS4JAX_MODEL", "other")
+    monkeypatch.setenv("DS4JAX_SERVER_CA", "nowhere")
+    assert cli.main(["generate", "nano", "-n", "0", "-p", "x", "-c", "1"]) == 1, "no server here"
+    assert "--server" not in capsys.readouterr().err
+    monkeypatch.delenv("DS4JAX_SERVER_CA")
+    assert cli.main(["generate", "-p", "hi", "--seed", "5", "--server", served]) == 0
+    assert capsys.readouterr().out == "yes\n"
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "unix:",
+                                     "a b:1", "dns:///"])  # fmt: skip
+def test_addresses_are_checked(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["top", address], ["generate", "-p", "x", f"--server={address}"]):
+        assert cli.main(arguments) == 2
+        err = capsys.readouterr().err
+        assert f"is {address!r}, must be HOST:PORT or unix:PATH" in err and err.count("\n") == 1
 
 
 def test_chat_with_a_server(

@@ -54,6 +54,7 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the end of the input."""
+    common.check_server_flags(args)
     sampling, stopping = running.sampling_of(args), running.stopping_of(args)
     if args.server is not None:
         from ds4jax.commands import remote
@@ -138,7 +139,8 @@ class Session:
             prompt = chat_prompt(rendered, self._model.need_tokenizer())
         except (ChatError, TokenizerError) as error:
             raise common.Failure(f"the message: {error}") from None
-        if len(prompt.ids) + (self._stopping.max_output_tokens or 1) > self.ctx:
+        least = self._stopping.min_output_tokens or 1
+        if len(prompt.ids) + (self._stopping.max_output_tokens or least) > self.ctx:
             raise common.Failure(
                 f"the conversation has {len(prompt.ids)} tokens with this message, over the context"
                 f" of {self.ctx}: /new starts afresh, /ctx TOKENS makes room (at most {self.most})"

@@ -65,6 +65,33 @@ def number(low: float, high: float, *, open_low: bool = False) -> Callable[[str]
     return parse
 
 
+def text_of(low: int, high: int) -> Callable[[str], str]:
+    """A flag type: a text of low..high characters."""
+
+    def parse(text: str) -> str:
+        if not low <= len(text) <= high:
+            found = f"has {len(text)} characters" if text else "is empty"
+            raise argparse.ArgumentTypeError(f"{found}, must have {low} to {high} characters")
+        return text
+
+    return parse
+
+
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
+
+
+def address(text: str) -> str:
+    """A flag type: where a server listens."""
+    host, colon, port = text.rpartition(":")
+    if text.startswith(_SCHEMES):
+        good = bool(text.partition(":")[2].strip("/"))
+    else:
+        good = bool(host and colon) and port.isdecimal() and 0 < int(port) < 1 << 16
+    if not good or any(c.isspace() for c in text):
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be HOST:PORT or unix:PATH")
+    return text
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model, as first positional argument or `-m`; `model_of` reads it."""
     parser.add_argument(
@@ -117,7 +144,8 @@ def add_rocmfp2(parser: argparse.ArgumentParser) -> None:
         "--rocmfp2",
         choices=("auto", "s40", "fixed", "signed", "affine"),
         default="auto",
-        help="reading of the ROCmFP2 format (GGUF type 107); auto: told from the data",
+        help="reading of the ROCmFP2 format (GGUF type 107); auto: as the file says, else told from"
+        " the data",
     )
 
 
@@ -166,12 +194,51 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
 def add_server(parser: argparse.ArgumentParser) -> None:
     """--server and what goes with it: the model runs elsewhere."""
     group = parser.add_argument_group("server")
-    group.add_argument("--server", metavar="ADDR",
+    group.add_argument("--server", metavar="ADDR", type=address,
                        help="ask this server (HOST:PORT or unix:PATH) instead of loading"
                        " a model")  # fmt: skip
     group.add_argument("--server-token-file", metavar="FILE", help="bearer token for it")
     group.add_argument("--server-ca", metavar="FILE",
                        help="its certificate authority, PEM: use TLS")  # fmt: skip
+
+
+def silence_grpc(args: argparse.Namespace) -> None:
+    """Before gRPC is imported: what it logs of a failed call is told by the call's own error."""
+    if not args.verbose:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+_LOCAL = {
+    "model_flag": "--model", "ctx": "--ctx", "device": "--device", "dtype": "--dtype",
+    "numerics": "--numerics", "chat_profile": "--chat-profile", "rocmfp2": "--rocmfp2",
+    "cpu_weights": "--cpu-weights", "compile_cache": "--compile-cache",
+    "no_compile_cache": "--no-compile-cache",
+}  # fmt: skip
+"""Flags about a model in this process; a server has its own."""
+
+
+def check_server_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that would have no effect, with --server or without it.
+
+    Twins in the environment are for whichever command they fit, and are not refused.
+
+    Raises:
+        UsageError: naming them.
+    """
+    if args.server is None:
+        for dest in ("server_token_file", "server_ca"):
+            if dest in args.given:
+                flag = "--" + dest.replace("_", "-")
+                raise UsageError(f"{flag} goes with --server: no server is asked")
+        return
+    flags = [flag for dest, flag in _LOCAL.items() if dest in args.given]
+    flags += ["MODEL"] if args.model is not None else []
+    if flags:
+        server = "DS4JAX_SERVER" if "server" in args.from_environment else "--server"
+        raise UsageError(
+            f"{', '.join(flags)} and {server} exclude each other: model, context and device are"
+            " the server's"
+        )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -198,7 +265,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
                        help="added to a token's logit, -100 bans it; may be repeated")  # fmt: skip
     group.add_argument("--seed", type=integer(0, (1 << 64) - 1), metavar="S",
                        help="of the random draws, 0 included; random")  # fmt: skip
-    group.add_argument("--stop", action="append", metavar="TEXT",
+    group.add_argument("--stop", action="append", type=text_of(1, 256), metavar="TEXT",
                        help="end the answer before this text; may be repeated")  # fmt: skip
     group.add_argument("--stop-id", action="append", type=integer(0, (1 << 31) - 1), metavar="ID",
                        help="end the answer at this token; may be repeated")  # fmt: skip

@@ -56,6 +56,7 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer."""
+    common.check_server_flags(args)
     if args.server is not None:
         from ds4jax.commands import remote
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: one bar at a time on a terminal, else a plain line every 5 seconds."""
+"""Progress on stderr: a bar at a time on a terminal, else a plain line of news every 5 seconds."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Progress:
         self._task: Any = None
         self._stage = ""
         self._text = ""
+        self._printed = ""
         self._began = 0.0
         self._stop = threading.Event()
         self._ticker: threading.Thread | None = None
@@ -60,9 +61,8 @@ class Progress:
     def compile(self, done: int, count: int, name: str = "") -> None:
         """Programs compiled so far."""
         self._begin("compile")
-        self._text = (
-            f"compile: {done} of {count} programs" if done else "compile: the first program"
-        )
+        more = f"program {done + 1} of {count}" if done else "the first program"
+        self._text = f"compile: {more}" if done < count else ""
         self._update(done, count, name, f"{done} of {count}" if done else "")
 
     def tokens(self, what: str, done: int, total: int) -> None:
@@ -116,5 +116,7 @@ class Progress:
 
     def _tick(self) -> None:
         while not self._stop.wait(PLAIN_SECONDS):
-            if self._text:
-                print(self._text, file=sys.stderr, flush=True)
+            text = self._text
+            if text and text != self._printed:  # a line again would tell nothing
+                print(text, file=sys.stderr, flush=True)
+                self._printed = text

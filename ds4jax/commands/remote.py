@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ds4jax.client import Connection, Options
     from ds4jax.config import SamplingParams, StoppingCriteria
     from ds4jax.remote import RemoteGeneration, RemoteModel
+    from ds4jax.request import ServiceError
 
 _CHAT_FIELDS = frozenset(("messages", "tools", "tool_choice", "reasoning_effort"))
 
@@ -26,6 +27,7 @@ def connection(args: argparse.Namespace) -> Connection:
     Raises:
         Failure: the packages for it are missing, or a file cannot be read.
     """
+    common.silence_grpc(args)
     try:
         import ds4jax_server.pb.generation_pb2_grpc  # noqa: F401
 
@@ -38,7 +40,42 @@ def connection(args: argparse.Namespace) -> Connection:
     token = None
     if args.server_token_file is not None:
         token = common.read_text(args.server_token_file, "--server-token-file").strip()
+    if args.server_ca is not None:
+        _check_ca(args.server_ca)
     return Connection(address=args.server, token=token, ca=args.server_ca)
+
+
+def _check_ca(name: str) -> None:
+    """The library below takes anything, and then no server is the right one."""
+    import ssl
+
+    text = common.read_text(name, "--server-ca")
+    try:
+        ssl.create_default_context(cadata=text)
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise common.Failure(
+            f"--server-ca {name}: holds no certificates in PEM form ({reason}): give the file of"
+            " the authority that signed the server's"
+        ) from None
+
+
+def _told(args: argparse.Namespace, error: ServiceError) -> str:
+    """What a server refused, in words of the flags."""
+    found: list[str] = []
+    for path, text in getattr(error, "violations", ()):
+        group, _, rest = path.partition(".")
+        if group == "chat":
+            place = f"--chat: {rest}" if getattr(args, "chat", None) else "the prompt"
+        elif path == "text":
+            place = "the prompt"
+        elif group == "tokens":
+            place = "--ids: entry " + rest.strip("ids[]") if "[" in rest else "--ids"
+        else:
+            place = running.in_flags(path).replace("[", ": entry ").rstrip("]")
+        text = running.in_flags(text)
+        found.append(text if text.startswith(place) else f"{place} {text}")
+    return f"{error.code}: {'; '.join(found[:20]) or running.in_flags(error.message)}"
 
 
 def _open(args: argparse.Namespace) -> RemoteModel:
@@ -65,7 +102,7 @@ def run_generate(args: argparse.Namespace) -> int:
                 printer.show(output)
         printer.end(generation)
     except ServiceError as error:
-        raise common.Failure(f"{args.server}: {error.code}: {error.message}") from None
+        raise common.Failure(f"{args.server}: {_told(args, error)}") from None
     except ValueError as error:  # text that has no UTF-8 form, values that no field holds
         raise common.Failure(f"the request cannot be sent: {error}") from None
     finally:
@@ -266,7 +303,7 @@ class _Turn:
                 self._session.messages = self._turn
                 yield output
         except RequestFailed as error:
-            raise common.Failure(f"{error.code}: {error.message}") from None
+            raise common.Failure(_told(self._session._args, error)) from None
         except ValueError as error:
             raise common.Failure(f"the message cannot be sent: {error}") from None
         self._session.messages = self._turn

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,13 +124,16 @@ def check_length(prompt: int, ctx: int, most: int, stopping: StoppingCriteria) -
     Raises:
         Failure: naming the flags.
     """
-    wanted = stopping.max_output_tokens
-    if prompt + (1 if wanted is None else wanted) <= ctx:
+    wanted, least = stopping.max_output_tokens, stopping.min_output_tokens
+    if prompt + ((least or 1) if wanted is None else wanted) <= ctx:
         return
-    text = "1 token of output" if wanted is None else f"--tokens {wanted}"
+    text, lower = f"--tokens {wanted}", "--tokens" if wanted else ""
+    if wanted is None:
+        text, lower = ("1 token of output", "") if not least else (
+            f"--min-tokens {least}", "--min-tokens"
+        )  # fmt: skip
     fix = f"raise --ctx (the model allows {most})" if ctx < most else "the model allows no more"
-    if wanted:
-        fix += ", lower --tokens"
+    fix += f", lower {lower}" if lower else ""
     raise common.Failure(
         f"a prompt of {prompt} tokens and {text} are over the context of {ctx} tokens: {fix} or"
         " shorten the prompt"
@@ -152,9 +156,39 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
 # -- flags -----------------------------------------------------------------------------------------
 
 
+_FLAGS = {
+    "temperature": "--temp", "top_p": "--top-p", "top_k": "--top-k", "min_p": "--min-p",
+    "repetition_penalty": "--repetition-penalty", "frequency_penalty": "--frequency-penalty",
+    "presence_penalty": "--presence-penalty", "penalty_window": "--penalty-window",
+    "logit_bias": "--logit-bias", "seed": "--seed", "top_logprobs": "--logprobs",
+    "max_output_tokens": "--tokens", "min_output_tokens": "--min-tokens",
+    "max_reasoning_tokens": "--max-reasoning", "stop_strings": "--stop",
+    "stop_token_ids": "--stop-id", "time_limit": "--time-limit", "candidate_count": "--candidates",
+}  # fmt: skip
+"""Flag by its field in the interface."""
+
+_FIELD = re.compile(
+    r"\b(?:sampling|stopping|output)\.(?P<path>[a-z_]+)|\b(?P<word>[a-z]+_[a-z_]+)|^(?P<first>[a-z]+)"
+)
+
+
+def in_flags(text: str) -> str:
+    """A message about fields of a request in words of the flags that set them."""
+
+    def flag(match: re.Match[str]) -> str:
+        name = match["path"] or match["word"] or match["first"]
+        return _FLAGS.get(name, match[0])
+
+    return _FIELD.sub(flag, text)
+
+
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """Sampling flags; the service's defaults where none was given."""
-    from ds4jax.config import SamplingParams
+    """Sampling flags; the service's defaults where none was given.
+
+    Raises:
+        UsageError: values that contradict each other, or too many.
+    """
+    from ds4jax.config import ConfigError, SamplingParams
 
     names = {
         "temperature": args.temp,
@@ -166,28 +200,38 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
         "presence_penalty": args.presence_penalty,
     }
     given = {k: v for k, v in names.items() if v is not None}
-    return SamplingParams(
-        **given,
-        penalty_window=args.penalty_window,
-        logit_bias=tuple(sorted(dict(args.logit_bias or ()).items())),
-        seed=args.seed,
-        top_logprobs=getattr(args, "logprobs", None),
-    )
+    try:
+        return SamplingParams(
+            **given,
+            penalty_window=args.penalty_window,
+            logit_bias=tuple(sorted(dict(args.logit_bias or ()).items())),
+            seed=args.seed,
+            top_logprobs=getattr(args, "logprobs", None),
+        )
+    except ConfigError as error:
+        raise common.UsageError("; ".join(map(in_flags, error.problems))) from None
 
 
 def stopping_of(args: argparse.Namespace) -> StoppingCriteria:
-    """Stopping flags."""
-    from ds4jax.config import StoppingCriteria
+    """Stopping flags.
 
-    return StoppingCriteria(
-        max_output_tokens=args.tokens,
-        min_output_tokens=args.min_tokens,
-        stop_strings=tuple(dict.fromkeys(args.stop or ())),
-        stop_token_ids=tuple(dict.fromkeys(args.stop_id or ())),
-        ignore_eos=args.ignore_eos,
-        max_reasoning_tokens=args.max_reasoning,
-        time_limit=args.time_limit,
-    )
+    Raises:
+        UsageError: values that contradict each other, or too many.
+    """
+    from ds4jax.config import ConfigError, StoppingCriteria
+
+    try:
+        return StoppingCriteria(
+            max_output_tokens=args.tokens,
+            min_output_tokens=args.min_tokens,
+            stop_strings=tuple(dict.fromkeys(args.stop or ())),
+            stop_token_ids=tuple(dict.fromkeys(args.stop_id or ())),
+            ignore_eos=args.ignore_eos,
+            max_reasoning_tokens=args.max_reasoning,
+            time_limit=args.time_limit,
+        )
+    except ConfigError as error:
+        raise common.UsageError("; ".join(map(in_flags, error.problems))) from None
 
 
 def compile_cache(args: argparse.Namespace) -> Path | None:

@@ -184,7 +184,7 @@ def server_config(args: argparse.Namespace, model: running.Opened, ctx: int) -> 
 
     from ds4jax.scheduler import SchedulerConfig
 
-    hidden = {"run", "model_flag", "from_environment", "command", "auth_token_file"}
+    hidden = {"run", "model_flag", "from_environment", "given", "command", "auth_token_file"}
     shown = {k: str(v) for k, v in sorted(vars(args).items()) if k not in hidden and v is not None}
     return ServerConfig(
         host=args.host,

@@ -20,7 +20,8 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Watch a server: lanes, queue, tokens per second, pages, step times. ADDR is"
         " the one that `ds4jax serve --admin` was given.",
     )
-    parser.add_argument("address", metavar="ADDR", help="HOST:PORT or unix:PATH")
+    parser.add_argument("address", metavar="ADDR", type=common.address,
+                        help="HOST:PORT or unix:PATH")  # fmt: skip
     parser.add_argument("--token", metavar="TEXT", help="bearer token")
     parser.add_argument("--interval", type=common.number(0.1, 3600), default=1.0,
                         metavar="SECONDS", help="between two looks")  # fmt: skip
@@ -31,6 +32,7 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show until interrupted."""
+    common.silence_grpc(args)
     try:
         import grpc
         from ds4jax_server.pb import generation_pb2_grpc
