@@ -352,7 +352,7 @@ def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: C
     cap.add("router_ids", ids)
     cap.add("router_weights", weights)
     if ctx.sequence_len:
-        y = linear.all_experts(
+        y = linear.grouped_experts(
             x, ids, weights, w["ffn.experts.w1"], w["ffn.experts.w3"], w["ffn.experts.w2"],
             limit=_limit(cfg.swiglu_limits, info.layer),
         )  # fmt: skip

@@ -210,10 +210,10 @@ def sequences(
 ) -> tuple[Array, dict[str, Array]]:
     """Logits of whole sequences, each from position 0: `forward` in differentiable form.
 
-    No cache, static trip counts, every expert computed for every row: the same mathematics, other
-    roundings. Gradients with respect to the indexer come only through "L{i}.index_loss" (the
-    divergence of its scores from the attention, one number a row), which this form captures besides
-    "L{i}.index_mask" (selected rows) and the names of `layers`.
+    No cache, static trip counts, rows grouped by expert: the same mathematics, other roundings.
+    Gradients with respect to the indexer come only through "L{i}.index_loss" (the divergence of its
+    scores from the attention, one number a row), which this form captures besides "L{i}.index_mask"
+    (selected rows) and the names of `layers`.
 
     Args:
         token_BT: int32 ids; T up to the positions that the angle tables of `params` cover.
