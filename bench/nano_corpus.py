@@ -151,9 +151,9 @@ def conversation(encoder: Encoder, rng: random.Random, *, held_out: bool) -> U16
     """One training document: a prompt (quiet) and its answer; sometimes after an earlier turn."""
     task = nano_tasks.draw(rng, held_out=held_out)
     thinking = rng.random() < 0.55
-    effort = "high" if rng.random() < 0.4 else "low"
+    effort = "high" if rng.random() < 0.2 else "low"
     request = task.request(thinking=thinking, effort=effort)
-    if rng.random() < 0.15 and not task.tools:
+    if rng.random() < 0.1 and not task.tools:
         earlier = nano_tasks.draw(rng, held_out=held_out, name=rng.choice(["sum", "sort", "talk"]))
         history = (*earlier.history(), earlier.reply(thinking), *task.history())
         request = ChatRequest(messages=history, thinking=thinking, effort=effort)

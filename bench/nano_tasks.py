@@ -70,7 +70,7 @@ def _pick(rng: random.Random, *options: str) -> str:
 
 
 def _add(rng: random.Random) -> Task:
-    top = 1000 if rng.random() < 0.25 else 100
+    top = 1000 if rng.random() < 0.1 else 100
     a, b = rng.randrange(top), rng.randrange(top)
     form = _pick(
         rng, "What is {} + {}?", "{} + {} = ?", "Compute {} + {}.", "Add {} and {}.",
@@ -107,7 +107,7 @@ def _subtract(rng: random.Random) -> Task:
 
 
 def _multiply(rng: random.Random) -> Task:
-    a, b = rng.randrange(2, 30), rng.randrange(2, 10)
+    a, b = rng.randrange(2, 20), rng.randrange(2, 10)
     form = _pick(rng, "What is {} * {}?", "{} * {} = ?", "Compute {} * {}.", "{} times {}?")
     tens, ones = a // 10 * 10, a % 10
     reasoning = f"{tens} * {b} = {tens * b}. {ones} * {b} = {ones * b}. "
@@ -118,7 +118,7 @@ def _multiply(rng: random.Random) -> Task:
     )  # fmt: skip
 
 
-def _numbers(rng: random.Random, low: int = 3, high: int = 6) -> list[int]:
+def _numbers(rng: random.Random, low: int = 3, high: int = 5) -> list[int]:
     return rng.sample(range(100), rng.randint(low, high))
 
 
@@ -156,7 +156,7 @@ def _extreme(rng: random.Random) -> Task:
 
 
 def _count(rng: random.Random) -> Task:
-    values = _numbers(rng, 2, 7)
+    values = _numbers(rng, 2, 6)
     form = _pick(rng, "How many numbers are in {}?", "What is the length of {}?")
     steps = ", ".join(f"{v} is {i}" for i, v in enumerate(values, 1))
     return Task(
@@ -200,7 +200,7 @@ def _returns_choice(rng: random.Random) -> tuple[str, str, str, str]:
 
 
 def _returns_of_list(rng: random.Random) -> tuple[str, str, str, str]:
-    name, values = rng.choice(_NAMES), _numbers(rng, 2, 5)
+    name, values = rng.choice(_NAMES), _numbers(rng, 2, 4)
     code, right = rng.choice([
         ("len(x)", len(values)), ("max(x)", max(values)), ("min(x)", min(values)),
         ("sorted(x)", sorted(values)), ("x[0]", values[0]), ("x[-1]", values[-1]),
@@ -272,7 +272,7 @@ CLOCK = _tool("get_time", "Local time of a city.", city="string")
 
 
 def _call(rng: random.Random) -> Task:
-    tools = tuple(rng.sample([WEATHER, CALCULATE, CLOCK], rng.randint(1, 3)))
+    tools = tuple(rng.sample([WEATHER, CALCULATE, CLOCK], rng.choice([1, 1, 2, 3])))
     tool = rng.choice(tools)
     city = rng.choice(_CITIES)
     number = "0123456789abcdef"
@@ -369,10 +369,10 @@ def _write(rng: random.Random) -> Task:
 
 
 TASKS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
-    "sum": (0.24, _add),
+    "sum": (0.22, _add),
     "difference": (0.08, _subtract),
     "product": (0.06, _multiply),
-    "sort": (0.12, _sort),
+    "sort": (0.14, _sort),
     "reverse": (0.05, _reverse),
     "extreme": (0.06, _extreme),
     "count": (0.04, _count),

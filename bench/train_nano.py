@@ -3,7 +3,7 @@
 The model is `ds4jax.model.sequences`, the differentiable form of the functions that serve requests;
 nothing of it is written a second time here. This module holds what training adds: initial weights,
 the loss, rounding of the experts to their shipped FP4 format with a straight-through gradient,
-balancing of the router's bias, AdamW, checkpoints. Data is `bench.nano_corpus`; writing the trained
+balancing of the router's bias, Muon and AdamW, checkpoints. Data is `bench.nano_corpus`; writing the trained
 weights as GGUF is `bench.nano_export`.
 
 The run is a pure function of (corpus, seed, number of steps): batches are drawn on the device from
@@ -66,12 +66,20 @@ class Recipe:
 
 
 @struct.dataclass
+class OptimizerState:
+    """Momentum of the stacked matrices, and AdamW's state of everything else."""
+
+    momentum: Weights
+    adam: Any
+
+
+@struct.dataclass
 class State:
     """What a checkpoint holds."""
 
     step: Array  # int32 []
     weights: Weights  # float32, and the hash layers' int32 tables
-    optimizer: Any
+    optimizer: OptimizerState
 
 
 @struct.dataclass
@@ -188,14 +196,73 @@ def batch(
 
 # --- one step ---------------------------------------------------------------------------------
 
+MATRIX_MOMENTUM = 0.95
+MATRIX_RMS = 0.2
+"""Root mean square of a matrix' update at rate 1: what AdamW's are, so that they share a rate."""
+
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW up to the learning rate: decay on what has two axes or more."""
+    """AdamW up to the learning rate, for what `matrices` leaves; decay on embedding and head."""
     return optax.chain(
-        optax.clip_by_global_norm(recipe.clip),
         optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
         optax.add_decayed_weights(recipe.weight_decay, mask={"decay": True, "plain": False}),
     )
+
+
+def orthogonal(g_BNM: Array) -> Array:
+    """The nearest orthogonal matrix of each, roughly: every singular value comes near 1.
+
+    Five steps of the Newton-Schulz iteration of the Muon optimiser (K. Jordan, 2024), in float32.
+    """
+    wide = g_BNM.shape[1] <= g_BNM.shape[2]
+    x = g_BNM if wide else g_BNM.transpose(0, 2, 1)
+    x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + 1e-12)
+    for _ in range(5):
+        a = x @ x.transpose(0, 2, 1)
+        x = 3.4445 * x + (2.0315 * (a @ a) - 4.775 * a) @ x
+    return x if wide else x.transpose(0, 2, 1)
+
+
+def matrices(weights: Weights) -> Weights:
+    """The weights that take orthogonal updates, stacked by size: [B, N, M] under "NxM"."""
+    found: dict[str, list[Array]] = {}
+    for name in sorted(weights):
+        w = weights[name]
+        if _group(name, w) == "matrix":
+            found.setdefault(f"{w.shape[-2]}x{w.shape[-1]}", []).append(
+                w.reshape(-1, *w.shape[-2:])
+            )
+    return {size: jnp.concatenate(found[size]) for size in sorted(found)}
+
+
+def vectors(weights: Weights) -> Weights:
+    """All other weights as two vectors: "decay" (embedding, head) and "plain"."""
+    found: dict[str, list[Array]] = {"decay": [], "plain": []}
+    for name in sorted(weights):
+        if (group := _group(name, weights[name])) != "matrix":
+            found[group].append(weights[name].reshape(-1))
+    return {k: jnp.concatenate(v) for k, v in found.items()}
+
+
+def by_name(stacks: Weights, flat: Weights, like: Weights) -> Weights:
+    """Inverse of `matrices` and `vectors` for weights of the shapes of `like`."""
+    out: Weights = {}
+    at = dict.fromkeys((*stacks, *flat), 0)
+    for name in sorted(like):
+        w = like[name]
+        group, size, source = _group(name, w), w.size, flat
+        if group == "matrix":
+            group, source = f"{w.shape[-2]}x{w.shape[-1]}", stacks
+            size //= w.shape[-2] * w.shape[-1]
+        out[name] = source[group][at[group] : at[group] + size].reshape(w.shape)
+        at[group] += size
+    return out
+
+
+def _group(name: str, w: Array) -> str:
+    if w.ndim < 2 or "hc_" in name or name.endswith("ape"):
+        return "plain"
+    return "decay" if name.startswith(("embed", "head")) else "matrix"
 
 
 def learning_rate(step: Array, total: Array, recipe: Recipe) -> Array:
@@ -206,30 +273,27 @@ def learning_rate(step: Array, total: Array, recipe: Recipe) -> Array:
     return recipe.learning_rate * jnp.minimum(jnp.minimum(rise, fall), 1.0)
 
 
-def flat(weights: Weights) -> Weights:
-    """All weights as two vectors, "decay" and "plain": two kernels a step instead of hundreds."""
-    groups: dict[str, list[Array]] = {"decay": [], "plain": []}
-    for name in sorted(weights):
-        groups[_group(name, weights[name])].append(weights[name].reshape(-1))
-    return {k: jnp.concatenate(v) for k, v in groups.items()}
-
-
-def unflat(vectors: Weights, like: Weights) -> Weights:
-    """Inverse of `flat` for weights of the shapes of `like`."""
-    out, at = {}, {"decay": 0, "plain": 0}
-    for name in sorted(like):
-        group, size = _group(name, like[name]), like[name].size
-        out[name] = vectors[group][at[group] : at[group] + size].reshape(like[name].shape)
-        at[group] += size
-    return out
-
-
-def _group(name: str, w: Array) -> str:
-    return "decay" if w.ndim >= 2 and "hc_" not in name and not name.endswith("ape") else "plain"
-
-
 def _learned(weights: Weights) -> Weights:
     return {k: v for k, v in weights.items() if v.dtype == F32 and not k.endswith("gate.bias")}
+
+
+def updated(
+    learned: Weights, grads: Weights, opt: OptimizerState, rate: Array, recipe: Recipe
+) -> tuple[Weights, OptimizerState, Array]:
+    """One step of Muon on the matrices and of AdamW on the rest; and the norm of the gradient."""
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads.values()))
+    grads = {k: g * jnp.minimum(1.0, recipe.clip / (norm + 1e-12)) for k, g in grads.items()}
+    gradient, momentum, stacks = matrices(grads), {}, matrices(learned)
+    for size, g in gradient.items():
+        momentum[size] = MATRIX_MOMENTUM * opt.momentum[size] + g
+        ahead = MATRIX_MOMENTUM * momentum[size] + g  # Nesterov
+        step = MATRIX_RMS * max(g.shape[1:]) ** 0.5 * orthogonal(ahead)
+        stacks[size] = stacks[size] - rate * (step + recipe.weight_decay * stacks[size])
+    flat = vectors(learned)
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        steps, adam = optimizer(recipe).update(vectors(grads), opt.adam, flat)
+    flat = {k: v - rate * steps[k] for k, v in flat.items()}
+    return by_name(stacks, flat, learned), OptimizerState(momentum=momentum, adam=adam), norm
 
 
 def train_step(
@@ -246,13 +310,9 @@ def train_step(
         return loss_fn(state.weights | learned, tokens, target, share, cfg=cfg, recipe=recipe)
 
     (_, info), grads = jax.value_and_grad(objective, has_aux=True)(learned)
-    vectors, gradient = flat(learned), flat(grads)
-    info["grad"] = jnp.sqrt(sum(jnp.vdot(v, v) for v in gradient.values()))
     rate = jnp.where(control.learn, learning_rate(state.step, control.total, recipe), 0.0)
-    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-        updates, opt = optimizer(recipe).update(gradient, state.optimizer, vectors)
-    vectors = {k: v - rate * updates[k] for k, v in vectors.items()}
-    weights = state.weights | unflat(vectors, learned)
+    learned, opt, info["grad"] = updated(learned, grads, state.optimizer, rate, recipe)
+    weights = state.weights | learned
     pull = recipe.balance_rate * rate / recipe.learning_rate
     for spec in tensors.specs(cfg):
         if spec.key == "ffn.gate.bias":
@@ -279,8 +339,10 @@ def run_steps(
 def fresh(cfg: ModelConfig, recipe: Recipe, counts_V: np.ndarray[Any, Any]) -> State:
     """The state before the first step."""
     weights = initial(cfg, counts_V, recipe.seed)
-    vectors = flat(_learned(weights))
-    return State(step=jnp.int32(0), weights=weights, optimizer=optimizer(recipe).init(vectors))
+    learned = _learned(weights)
+    momentum = {k: jnp.zeros_like(v) for k, v in matrices(learned).items()}
+    opt = OptimizerState(momentum=momentum, adam=optimizer(recipe).init(vectors(learned)))
+    return State(step=jnp.int32(0), weights=weights, optimizer=opt)
 
 
 # --- checkpoints ------------------------------------------------------------------------------
@@ -411,6 +473,7 @@ def main() -> None:
     parser.add_argument(
         "--mix", type=float, nargs=3, default=Recipe.mix, help="share of text, snippets, chat"
     )
+    parser.add_argument("--noise", type=float, default=Recipe.noise, help="share of wrong inputs")
     parser.add_argument("--init", type=Path, help="folder of trained weights to go on from")
     parser.add_argument("--keep", action="store_true", help="keep activations (no remat)")
     parser.add_argument("--seed", type=int, default=0)
@@ -429,7 +492,7 @@ def main() -> None:
     recipe = replace(
         Recipe(), steps=args.steps, batch=args.batch, learning_rate=args.learning_rate,
         dtype=args.dtype, seed=args.seed, length=args.length, mix=tuple(args.mix),
-        remat=not args.keep, warmup=max(1, min(100, args.steps // 10)),
+        remat=not args.keep, noise=args.noise, warmup=max(1, min(100, args.steps // 10)),
     )  # fmt: skip
     log = args.out / "log.jsonl"
     if args.checkpoint is None or not args.checkpoint.exists():

@@ -105,12 +105,23 @@ def test_judging_changes_nothing() -> None:
     assert np.array_equal(info["nll"], again["nll"])
 
 
-def test_vectors_of_the_optimiser_hold_every_weight() -> None:
-    weights = nano_model.initial(CFG, np.ones(300), 0)
-    learned = train_nano._learned(weights)
-    back = train_nano.unflat(train_nano.flat(learned), learned)
+def test_the_optimiser_holds_every_weight() -> None:
+    learned = train_nano._learned(nano_model.initial(CFG, np.ones(300), 0))
+    stacks, flat = train_nano.matrices(learned), train_nano.vectors(learned)
+    assert {len(x.shape) for x in stacks.values()} == {3} and flat.keys() == {"decay", "plain"}
+    back = train_nano.by_name(stacks, flat, learned)
     assert back.keys() == learned.keys()
     assert all(np.array_equal(back[k], learned[k]) for k in learned)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8)])
+def test_matrices_are_updated_orthogonally(shape: tuple[int, ...]) -> None:
+    g = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    got = np.asarray(train_nano.orthogonal(jnp.asarray(g)))
+    u, _, v = np.linalg.svd(g, full_matrices=False)
+    size = np.linalg.svd(got, compute_uv=False)
+    assert size.min() > 0.6 and size.max() < 1.3
+    assert np.vdot(got, u @ v) > 0.95 * np.linalg.norm(got) * np.linalg.norm(u @ v)
 
 
 def test_hash_tables_share_the_load() -> None:
