@@ -3,8 +3,8 @@
 The model is `ds4jax.model.sequences`, the differentiable form of the functions that serve requests;
 nothing of it is written a second time here. This module holds what training adds: initial weights,
 the loss, rounding of the experts to their shipped FP4 format with a straight-through gradient,
-balancing of the router's bias, Muon and AdamW, checkpoints. Data is `bench.nano_corpus`; writing the
-trained weights as GGUF is `bench.nano_export`.
+balancing of the router's bias, Muon and AdamW, checkpoints. Data is `bench.nano_corpus`;
+`bench.nano_export` writes the trained weights as GGUF.
 
 The run is a pure function of (corpus, seed, number of steps): batches are drawn on the device from
 the step number, so a run that was interrupted and resumed equals one that was not.
