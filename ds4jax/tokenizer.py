@@ -80,6 +80,8 @@ GGUF_PRE_NAMES = ("joyai-llm", "deepseek-v3")
 """Values of `tokenizer.ggml.pre` that mean `SPLIT_PATTERNS`; the first one is written."""
 
 _MAX_FILE_BYTES = 256 << 20
+_SHORT_TEXT = 2048
+"""Characters whose encoding is too quick to be in anybody's way."""
 _TYPE_NORMAL, _TYPE_CONTROL, _TYPE_USER, _TYPE_UNUSED, _TYPE_BYTE = 1, 3, 4, 5, 6
 
 
@@ -365,7 +367,11 @@ class Tokenizer:
         if not text:
             return []
         try:
-            ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
+            ids: list[int]
+            if len(text) <= _SHORT_TEXT:
+                ids = self._bpe.encode(text, add_special_tokens=False).ids
+            else:  # of the two, only this call lets other threads run meanwhile
+                ids = self._bpe.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError):
             bad = re.search("[\ud800-\udfff]", text)
             if bad is None:
@@ -399,6 +405,11 @@ class Tokenizer:
         if token_id in self._literal:
             return token.encode()
         return token.translate(_TO_LATIN1).encode("latin-1")
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most bytes of a text that one id can stand for, markers left out."""
+        return max(len(t) for i, t in enumerate(self._tokens) if i not in self._literal)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`: their bytes, decoded once, invalid ones as U+FFFD; nothing is cleaned up.

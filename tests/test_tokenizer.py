@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -401,9 +403,31 @@ def test_missing_byte_is_refused() -> None:
         Tokenizer.from_vocab(tokens, [], added)
 
 
-def test_lone_surrogate_is_named(real: Tokenizer) -> None:
+@pytest.mark.parametrize("more", ["c", "c" * 5000])
+def test_lone_surrogate_is_named(real: Tokenizer, more: str) -> None:
     with pytest.raises(TokenizerError, match=r"U\+D83D at character 2"):
-        real.encode("ab\ud83dc", markers=False)
+        real.encode(f"ab\ud83d{more}", markers=False)
+
+
+def test_long_texts_have_the_ids_of_short_ones(real: Tokenizer) -> None:
+    line = "def f(x):\n    return x + 1  # 毕老师 🙂\n\n"
+    assert real.encode(line * 200, markers=False) == real.encode(line, markers=False) * 200
+
+
+def test_a_long_text_lets_other_threads_run(real: Tokenizer) -> None:
+    """A server encodes prompts of megabytes beside streams that must not stop meanwhile."""
+    thread = threading.Thread(target=lambda: real.encode("ab cd " * 100_000, markers=False))
+    ticks = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.002)
+        ticks += 1
+    assert ticks > 10
+
+
+def test_no_id_stands_for_more_bytes_than_the_longest(real: Tokenizer) -> None:
+    assert real.longest_token == 128
+    assert real.longest_token in {len(real.bytes_of(i)) for i in range(128_000)}
 
 
 @pytest.mark.parametrize("bad", [-1, 129280, 1 << 40])
