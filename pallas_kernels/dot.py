@@ -1,4 +1,4 @@
-"""Matrix product inside a kernel that adds onto a given accumulator: c + a @ b^T.
+"""Matrix products inside a kernel that add onto a given accumulator: c + a @ b^T and c + a @ b.
 
 Pallas' own dot always starts from zero, and the separate addition makes every product wait for the
 matrix unit. Given the accumulator, the compiler chains matrix instructions over the whole loop and
@@ -27,35 +27,44 @@ def dot_onto(c_MN: Array, a_MK: Array, b_NK: Array) -> Array:
     Returns: float32 [M, N].
     Raises: ValueError on shapes or dtypes that do not fit.
     """
-    fits = a_MK.shape[1] == b_NK.shape[1] and c_MN.shape == (a_MK.shape[0], b_NK.shape[0])
-    if not fits or any(n % 16 for n in (*c_MN.shape, a_MK.shape[1])):
+    return _bind(c_MN, a_MK, b_NK, by_columns=False)
+
+
+def mix_onto(c_MN: Array, a_MK: Array, b_KN: Array) -> Array:
+    """c + a @ b: as `dot_onto`, with b as it lies in memory where it is summed over its rows."""
+    return _bind(c_MN, a_MK, b_KN, by_columns=True)
+
+
+def _bind(c: Array, a: Array, b: Array, *, by_columns: bool) -> Array:
+    n, k = b.shape[::-1] if by_columns else b.shape
+    fits = a.shape[1] == k and c.shape == (a.shape[0], n)
+    if not fits or any(size % 16 for size in (*c.shape, k)):
         raise ValueError(
-            f"dot_onto: c {c_MN.shape}, a {a_MK.shape} and b {b_NK.shape} do not fit"
-            " (multiples of 16 needed)"
+            f"{'mix_onto' if by_columns else 'dot_onto'}: c {c.shape}, a {a.shape} and b {b.shape}"
+            " do not fit (multiples of 16 needed)"
         )
-    if c_MN.dtype != jnp.float32 or a_MK.dtype != jnp.bfloat16 or b_NK.dtype != jnp.bfloat16:
-        raise ValueError(f"dot_onto: dtypes {c_MN.dtype}, {a_MK.dtype}, {b_NK.dtype}")
-    out: Array = _dot_p.bind(c_MN, a_MK, b_NK)
+    if c.dtype != jnp.float32 or a.dtype != jnp.bfloat16 or b.dtype != jnp.bfloat16:
+        raise ValueError(f"dot_onto: dtypes {c.dtype}, {a.dtype}, {b.dtype}")
+    out: Array = _dot_p.bind(c, a, b, by_columns=by_columns)
     return out
 
 
-def _plain(c_MN: Array, a_MK: Array, b_NK: Array) -> Array:
-    return c_MN + lax.dot_general(
-        a_MK, b_NK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+def _plain(c: Array, a: Array, b: Array, *, by_columns: bool) -> Array:
+    contract = ((1,), (0 if by_columns else 1,))
+    return c + lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
 
 
 @_dot_p.def_abstract_eval  # type: ignore[misc]
-def _abstract(c_MN: Any, a_MK: Any, b_NK: Any) -> Any:
-    del a_MK, b_NK
-    return c_MN
+def _abstract(c: Any, a: Any, b: Any, *, by_columns: bool) -> Any:
+    del a, b, by_columns
+    return c
 
 
-_dot_p.def_impl(jax.jit(_plain))
+_dot_p.def_impl(jax.jit(_plain, static_argnames="by_columns"))
 mlir.register_lowering(_dot_p, mlir.lower_fun(_plain, multiple_results=False))
 
 
 @triton_lowering.register_lowering(_dot_p)
-def _to_triton(ctx: Any, c_MN: Any, a_MK: Any, b_NK: Any) -> Any:
+def _to_triton(ctx: Any, c: Any, a: Any, b: Any, *, by_columns: bool) -> Any:
     del ctx
-    return triton_dialect.dot(a_MK, triton_dialect.trans(b_NK, (1, 0)), c_MN)
+    return triton_dialect.dot(a, b if by_columns else triton_dialect.trans(b, (1, 0)), c)

@@ -7,8 +7,11 @@ overwritten. The last slot and the last page are the trash, where masked writes 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental.pallas import triton as plgpu
 
 
 def read_window(
@@ -65,3 +68,26 @@ def page_rows(table: Array, slot: Array, row: Array, rows_per_page: int) -> Arra
     """
     page = jnp.minimum(row // rows_per_page, table.shape[1] - 1)
     return table[slot, page] * rows_per_page + row % rows_per_page
+
+
+# --- Inside kernels ---
+
+
+def load_rows(ref: Any, lead: tuple[Any, ...], rows_S: Array, first: Any, width: int) -> Array:
+    """ref[lead, rows, first : first + width] -> [S, width], rows by number."""
+    return plgpu.load(ref.at[(*lead, *_grid(rows_S, first, width))])
+
+
+def store_rows(
+    ref: Any, lead: tuple[Any, ...], rows_S: Array, first: Any, value: Array, live_S: Array
+) -> None:
+    """Store value [S, width] at `rows` from column `first` on, live rows only."""
+    at = _grid(rows_S, first, value.shape[1])
+    mask = jnp.broadcast_to(live_S[:, None], value.shape)
+    plgpu.store(ref.at[(*lead, *at)], value, mask=mask)
+
+
+def _grid(rows_S: Array, first: Any, width: int) -> tuple[Array, Array]:
+    shape = (rows_S.shape[0], width)
+    columns = first + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.broadcast_to(rows_S[:, None], shape), columns

@@ -8,11 +8,13 @@ addition theorem joins them: float32 accuracy at any position, no transcendental
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import Array
+from jax import Array, lax
+from jax.experimental.pallas import triton as plgpu
 
 SPLIT = 1024
 """Positions per row of the coarse table."""
@@ -101,3 +103,45 @@ def rotate(x_THD: Array, cs_TR: Array, *, inverse: bool = False) -> Array:
     y = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
     y = y.reshape(*x_THD.shape[:-1], 2 * half).astype(x_THD.dtype)
     return jnp.concatenate([x_THD[..., :keep], y], axis=-1) if keep else y
+
+
+# --- Inside kernels ---
+
+
+def turned(x: Array, cs_ref: Any, t: Array, first: int, *, inverse: bool = False) -> Array:
+    """As `rotate` on channels in a register tile; float32.
+
+    Cosines are cut to 16 bits, so that their products with bfloat16 are exact: whether a compiler
+    fuses a multiplication and an addition cannot show in the result.
+
+    Args:
+        x: bfloat16 [..., W], W even.
+        cs_ref: reference to float32 [T, 2, R/2]; t: which of T.
+        first: number of the first channel of x among those that are rotated; negative ones are
+            kept as they are.
+    """
+    half = cs_ref.shape[2]
+    x = x.astype(jnp.float32)
+    number = first + jnp.arange(x.shape[-1], dtype=jnp.int32)
+    pair = jnp.clip(number >> 1, 0, half - 1)
+    cos, sin = (_cut(plgpu.load(cs_ref.at[t, jnp.int32(i), pair])) for i in (0, 1))
+    second = (number & 1) == 1
+    sin = jnp.where(second == inverse, -sin, sin)
+    if x.ndim == 2:
+        cos, sin, number = cos[None, :], sin[None, :], number[None, :]
+    return jnp.where(number >= 0, x * cos + _other(x) * sin, x)
+
+
+def _cut(x: Array) -> Array:
+    """float32 without its last eight bits."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type(bits & jnp.int32(-256), jnp.float32)
+
+
+def _other(x: Array) -> Array:
+    """Every channel's partner in its pair."""
+    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    second = lax.broadcasted_iota(jnp.int32, pairs.shape, pairs.ndim - 1) == 1
+    a = jnp.sum(jnp.where(second, 0.0, pairs), axis=-1, keepdims=True)
+    b = jnp.sum(jnp.where(second, pairs, 0.0), axis=-1, keepdims=True)
+    return jnp.where(second, a, b).reshape(x.shape)

@@ -29,7 +29,7 @@ def test_overrides_win_and_are_checked() -> None:
 
 
 def test_asking_for_what_does_not_exist_says_what_does() -> None:
-    with pytest.raises(NotImplementedError, match="dense: no triton backend on cpu; there is: ref"):
+    with pytest.raises(NotImplementedError, match="no triton backend on cpu; there is: ref"):
         backend.resolve("triton", on="cpu")
     with pytest.raises(ValueError, match="'cuda' is no backend"):
         backend.require("dense", "cuda")
