@@ -100,18 +100,24 @@ def lane_specs(
 
     Raises:
         ServiceError: the prompt and its output do not fit the context.
-        ConfigError: ids outside the vocabulary, or less room than the minimum asked for.
+        ConfigError: ids outside the vocabulary, all of them banned, or less room than the minimum
+            asked for.
     """
     check_ids(prompt.ids, "prompt", limits.vocab_size)
     check_ids(stopping.stop_token_ids, "stop_token_ids", limits.vocab_size)
     check_ids([i for i, _ in sampling.logit_bias], "logit_bias", limits.vocab_size)
+    ends = stop_ids(stopping, tokenizer)
+    banned = {i for i, bias in sampling.logit_bias if bias <= config.BAN}
+    banned |= set(ends) if stopping.min_output_tokens else set()
+    if len(banned) >= limits.vocab_size:
+        raise config.ConfigError("logit_bias", ["bans every id of the vocabulary"])
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=secrets.randbits(64))
     base = LaneSpec(
         prompt=np.array(prompt.ids, np.int32),
         sampling=sampling,
         max_output_tokens=output_budget(len(prompt.ids), stopping, limits),
-        stop_ids=stop_ids(stopping, tokenizer),
+        stop_ids=ends,
         min_output_tokens=stopping.min_output_tokens,
         reasoning=reasoning_limit(stopping, prompt, tokenizer),
     )

@@ -34,6 +34,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 16
 MAX_LOGIT_BIAS = 1024
 
+BAN = -100.0
+"""A logit bias that bans its id instead of adding to its logit."""
 
 class ConfigError(ValueError):
     """A configuration that cannot be served; `problems` lists every finding, one line each."""
@@ -329,7 +331,7 @@ def sampling_problems(p: SamplingParams) -> list[tuple[str, str]]:
         out.append(("top_logprobs", f"is {p.top_logprobs}, must be in 0..{MAX_TOP_LOGPROBS}"))
     if len(p.logit_bias) > MAX_LOGIT_BIAS:
         out.append(("logit_bias", f"has {len(p.logit_bias)} entries, at most {MAX_LOGIT_BIAS}"))
-    if any(not math.isfinite(b) or not -100 <= b <= 100 for _, b in p.logit_bias):
+    if any(not math.isfinite(b) or not BAN <= b <= 100 for _, b in p.logit_bias):
         out.append(("logit_bias", "values must be finite and in [-100, 100]"))
     return out
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from flax import struct
 from jax import Array, lax
 
-from ds4jax.config import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, RuntimeConfig
+from ds4jax.config import BAN, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, RuntimeConfig
 from ds4jax.plan import MAX_LANE_STOP_IDS, LaneSpec
 
 TOP = MAX_TOP_LOGPROBS
@@ -125,7 +125,7 @@ def pack_lane(spec: LaneSpec) -> npt.NDArray[np.int32]:
     bias_ids = np.full(MAX_LOGIT_BIAS, -1, np.int32)
     bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
     for i, (token, value) in enumerate(s.logit_bias):
-        bias_ids[i], bias[i] = token, -np.inf if value <= -100 else value
+        bias_ids[i], bias[i] = token, -np.inf if value <= BAN else value
     return np.concatenate([ints, floats.view(np.int32), bias_ids, bias.view(np.int32)])
 
 
@@ -170,6 +170,8 @@ def _penalised(z_V: Array, ints: Array, floats: Array, history_C: Array, pos: Ar
     counts = zeros.at[jnp.where(own, history_C, vocab)].add(1, mode="drop")
     factor = floats[_F.REPETITION]
     z = jnp.where(present, jnp.where(z_V > 0, z_V / factor, z_V * factor), z_V)
+    most = jnp.finfo(jnp.float32).max
+    z = jnp.where(z_V == -jnp.inf, z_V, jnp.clip(z, -most, most))  # banned stays banned
     z = z - floats[_F.FREQUENCY] * counts.astype(jnp.float32)
     return z - floats[_F.PRESENCE] * (counts > 0).astype(jnp.float32)
 
@@ -240,7 +242,9 @@ def sample(
     banned = jnp.where((stop >= 0) & (pos < ints[_I.MIN_POS]), stop, z.shape[0])
     z = z.at[banned].set(-jnp.inf, mode="drop")
     hot = floats[_F.TEMPERATURE] > 0
-    scaled = z / jnp.where(hot, floats[_F.TEMPERATURE], 1.0)
+    cool = jnp.where(hot, floats[_F.TEMPERATURE], 1.0)
+    # The largest becomes 0, so that no temperature is too small to divide by.
+    scaled = jnp.where(hot, (z - jnp.max(z)) / cool, z)
     sorts = hot & ((ints[_I.TOP_K] > 0) | (floats[_F.TOP_P] < 1.0))
     final = lax.cond(
         sorts, lambda: _top_k_top_p(scaled, ints[_I.TOP_K], floats[_F.TOP_P]), lambda: scaled
@@ -257,6 +261,8 @@ def sample(
         ints[_I.REASONING_MAX] >= 0, lambda: _forced(ints, past, pos), lambda: jnp.int32(-1)
     )
     token = jnp.where(forced >= 0, forced, token)
+    only = jnp.where(jnp.arange(z.shape[0]) == forced, 0.0, -jnp.inf)
+    final = jnp.where(forced >= 0, only, final)
     seen = jnp.where(ints[_I.LOGPROBS] == 2, final, logits_V)
     chosen, top_ids, top = lax.cond(
         ints[_I.LOGPROBS] > 0,

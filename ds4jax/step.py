@@ -6,6 +6,7 @@ module packs and unpacks them and joins the model to the sampler; it is pure and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -166,7 +167,7 @@ def read_results(words: npt.NDArray[np.int32], want: int | None) -> tuple[TokenR
     Args:
         words: int32 [RESULT_WORDS]. want: number of top logprobs; 0: the chosen one's only; None.
 
-    Returns: the token, and whether all logits of its row were finite.
+    Returns: the token, and whether all logits of its row (and its logprob) were finite.
     """
     token, finite = int(words[0]), bool(words[1])
     if want is None:
@@ -176,7 +177,8 @@ def read_results(words: npt.NDArray[np.int32], want: int | None) -> tuple[TokenR
     pairs = tuple(
         (int(i), float(x)) for i, x in zip(ids, top, strict=True) if i >= 0 and np.isfinite(x)
     )
-    return TokenResult(token, float(words[2:3].view(np.float32)[0]), pairs), finite
+    logprob = float(words[2:3].view(np.float32)[0])
+    return TokenResult(token, logprob, pairs), finite and math.isfinite(logprob)
 
 
 # ---- snapshots of one lane ---------------------------------------------------------------------

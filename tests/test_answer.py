@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds4jax import parser
-from ds4jax.answer import Answer, PromptIds, lane_specs, output_budget
+from ds4jax.answer import Answer, PromptIds, lane_specs, output_budget, stop_ids
 from ds4jax.config import ConfigError, SamplingParams, StoppingCriteria
 from ds4jax.plan import ExecutorLimits, TokenResult
 from ds4jax.request import Ended, Finish, ServiceError, Tokens
@@ -89,6 +89,19 @@ def test_ids_outside_the_vocabulary_are_refused(kind: str, bad: int) -> None:
             lanes(stop_token_ids=(3, bad))
         else:
             lanes(SamplingParams(seed=0, logit_bias=((bad, 1.0),)))
+
+
+def test_something_must_be_left_to_say() -> None:
+    size = LIMITS.vocab_size
+    ends = stop_ids(StoppingCriteria(), TOY)
+    most = tuple((i, -100.0) for i in range(size) if i not in ends)
+    assert lanes(SamplingParams(seed=0, logit_bias=most))
+    for sampling, stopping in (
+        (SamplingParams(seed=0, logit_bias=tuple((i, -100.0) for i in range(size))), {}),
+        (SamplingParams(seed=0, logit_bias=most), {"min_output_tokens": 1}),
+    ):
+        with pytest.raises(ConfigError, match="bans every id"):
+            lanes(sampling, **stopping)
 
 
 def test_reasoning_limit_knows_where_the_answer_starts() -> None:

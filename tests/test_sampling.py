@@ -163,6 +163,32 @@ def test_logprobs(after: bool) -> None:
     assert [x for _, x in result.top] == pytest.approx(logp[order].tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("extreme", [
+    {"temperature": 1e-40}, {"temperature": 1e-38}, {"temperature": 1e-30, "top_p": 0.5},
+    {"repetition_penalty": 1e-38}, {"repetition_penalty": 1e6, "temperature": 1e-38},
+    {"repetition_penalty": 1e-38, "logit_bias": ((3, -100.0), (5, 100.0)), "top_k": 3},
+    {"min_p": 1.0}, {"top_p": 1e-40}, {"frequency_penalty": 2.0, "temperature": 1e-20},
+])  # fmt: skip
+def test_extremes_that_are_allowed_give_numbers(extreme: dict[str, Any]) -> None:
+    logits = (3 * np.random.default_rng(5).standard_normal(V)).astype(F)
+    for scale in (1.0, 1e30):
+        spec = lane(top_logprobs=5, logprobs_after_sampling=True, **extreme)
+        result, finite = read_results(draw(logits * F(scale), spec, [5, 5])[1], 5)
+        assert finite and np.isfinite(result.logprob) and result.top[0][1] <= 0
+        if extreme.get("logit_bias"):
+            assert result.token != 3
+
+
+def test_a_forced_token_is_certain() -> None:
+    """Its logprob after sampling is that of a distribution which holds nothing else."""
+    limit = ReasoningLimit(max_tokens=0, starts_open=True, open_id=20, close_id=21)
+    logits = np.zeros(V, F)
+    logits[3] = 9
+    spec = lane(top_k=1, reasoning=limit, top_logprobs=3, logprobs_after_sampling=True)
+    result, finite = read_results(draw(logits, spec, [])[1], 3)
+    assert (result.token, result.logprob, result.top) == (21, 0.0, ((21, 0.0),)) and finite
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_are_reported(bad: float) -> None:
     logits = np.zeros(V, F)
