@@ -32,6 +32,7 @@ ROW_TILE = 8
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 16
+MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
 
 BAN = -100.0
@@ -368,8 +369,10 @@ def stopping_problems(s: StoppingCriteria) -> list[tuple[str, str]]:
             ("min_output_tokens", f"is {s.min_output_tokens}, above max_output_tokens"
              f" = {s.max_output_tokens}")
         )  # fmt: skip
-    if len(s.stop_strings) > 16 or any(not 1 <= len(x) <= 256 for x in s.stop_strings):
-        out.append(("stop_strings", "must be at most 16, each of 1 to 256 code points"))
+    too_many = len(s.stop_strings) > MAX_STOP_STRINGS
+    if too_many or any(not 1 <= len(x) <= 256 for x in s.stop_strings):
+        text = f"must be at most {MAX_STOP_STRINGS}, each of 1 to 256 code points"
+        out.append(("stop_strings", text))
     if len(s.stop_token_ids) > MAX_STOP_IDS:
         out.append(("stop_token_ids", f"has {len(s.stop_token_ids)}, at most {MAX_STOP_IDS}"))
     if s.time_limit is not None and not (math.isfinite(s.time_limit) and s.time_limit > 0):

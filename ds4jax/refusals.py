@@ -36,13 +36,20 @@ def impossible(request: Request, limits: ExecutorLimits) -> ServiceError | None:
     return None
 
 
-def context_length_exceeded(prompt: int, budget: int | None, max_ctx: int) -> ServiceError:
-    """Prompt and output budget together are over the context; `budget` None: none was given."""
+def context_length_exceeded(
+    prompt: int, budget: int | None, max_ctx: int, *, at_least: bool = False
+) -> ServiceError:
+    """Prompt and output budget together are over the context.
+
+    Args:
+        budget: None: none was given. at_least: the prompt has this many tokens or more.
+    """
     asked = "at least 1 output token" if budget is None else f"{budget} output tokens"
+    count = f"at least {prompt}" if at_least else str(prompt)
     return ServiceError(
         "INVALID_ARGUMENT",
         "CONTEXT_LENGTH_EXCEEDED",
-        f"a prompt of {prompt} tokens and {asked} are over the context of {max_ctx} tokens:"
+        f"a prompt of {count} tokens and {asked} are over the context of {max_ctx} tokens:"
         " shorten the prompt or lower max_output_tokens",
         metadata={
             "prompt_tokens": str(prompt),

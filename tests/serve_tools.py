@@ -76,11 +76,9 @@ def serving(
     def loader(report: Report) -> tuple[Executor, ServedModel]:
         report("weights", 0.5)
         ready = made() if callable(made) else made
-        served = ServedModel(
-            id="fake", display_name="Fake", vocab_size=ready.limits.vocab_size, tokenizer=tok,
-            **(model or {}),
-        )  # fmt: skip
-        return ready, served
+        facts: dict[str, Any] = {"id": "fake", "display_name": "Fake", "tokenizer": tok}
+        facts |= {"vocab_size": ready.limits.vocab_size, **(model or {})}
+        return ready, ServedModel(**facts)
 
     options = {"port": 0, "grace": 5.0, **config}
     server_config = ServerConfig(scheduler=settings or quick(), **options)

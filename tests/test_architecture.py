@@ -24,7 +24,8 @@ ds4jax: wire client remote system
 ds4jax.commands: common progress running interrupts generate chat convert detokenize doctor \
   download inspect logits parse remote score serve tokenize top
 ds4jax: cli
-ds4jax_server: settings errors request_log engine metrics convert output service admin app __main__
+ds4jax_server: settings errors request_log probes incoming engine metrics convert output \
+  generation service admin app __main__
 """
 """A module imports only from those before it. Imports inside functions are lazy on purpose."""
 

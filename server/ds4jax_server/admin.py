@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -13,9 +14,14 @@ from ds4jax.scheduler import Scheduler
 from ds4jax.telemetry import Snapshot
 from ds4jax_server.engine import Engine
 from ds4jax_server.errors import InvalidRequest, Violation, unsupported
+from ds4jax_server.generation import duration
+from ds4jax_server.incoming import Parsed, Workshop
 from ds4jax_server.pb import generation_pb2 as pb
-from ds4jax_server.service import Parsed, duration, unary_handler
+from ds4jax_server.service import unary_handler
 from ds4jax_server.settings import ServerConfig
+
+MAX_RECORDS = 20_000
+"""Step records of one profile: they have to fit one reply."""
 
 _SAME = (
     "steps", "prefill_steps", "decode_steps", "rows_real", "rows_padded", "prefill_tokens",
@@ -33,19 +39,23 @@ class Admin:
         self.engine = engine
         self.config = config
         self._started = time.time()
+        self._workshop = Workshop()
 
     def handlers(self) -> list[Any]:
         """Generic handlers of the service."""
         methods = {
-            "GetStatus": unary_handler(self.get_status, pb.GetStatusRequest),
-            "Drain": unary_handler(self.drain, pb.DrainRequest),
-            "FlushPrefixCache": unary_handler(self.flush, pb.FlushPrefixCacheRequest),
-            "StartProfile": unary_handler(self.start_profile, pb.StartProfileRequest),
-            "StopProfile": unary_handler(self.stop_profile, pb.StopProfileRequest),
+            "GetStatus": self._unary(self.get_status, pb.GetStatusRequest),
+            "Drain": self._unary(self.drain, pb.DrainRequest),
+            "FlushPrefixCache": self._unary(self.flush, pb.FlushPrefixCacheRequest),
+            "StartProfile": self._unary(self.start_profile, pb.StartProfileRequest),
+            "StopProfile": self._unary(self.stop_profile, pb.StopProfileRequest),
         }
         return [grpc.method_handlers_generic_handler("ds4jax.v1.AdminService", methods)]
 
-    async def get_status(self, parsed: Parsed) -> Any:
+    def _unary(self, method: Callable[[Parsed], Any], kind: Any) -> Any:
+        return unary_handler(method, kind, self._workshop)
+
+    def get_status(self, parsed: Parsed) -> Any:
         """GetStatus: state, lanes, counters."""
         out = pb.GetStatusResponse(
             start_time=_timestamp(self._started), status_time=_timestamp(time.time()),
@@ -74,25 +84,26 @@ class Admin:
         _put_counters(out.counters, scheduler, executor.counters())
         return out
 
-    async def drain(self, parsed: Parsed) -> Any:
+    def drain(self, parsed: Parsed) -> Any:
         """Drain: see the proto."""
         self.engine.drain()
         return pb.DrainResponse()
 
-    async def flush(self, parsed: Parsed) -> Any:
+    def flush(self, parsed: Parsed) -> Any:
         """FlushPrefixCache: there is none yet."""
         raise unsupported({"prefix_cache": "there is none, so there is nothing to flush"})
 
-    async def start_profile(self, parsed: Parsed) -> Any:
+    def start_profile(self, parsed: Parsed) -> Any:
         """StartProfile: see the proto."""
         request = parsed.checked()
         records = request.max_records if request.HasField("max_records") else 10_000
-        if not 1 <= records <= 1_000_000:
-            raise InvalidRequest([Violation("max_records", f"is {records}, must be in 1..1000000")])
+        if not 1 <= records <= MAX_RECORDS:
+            text = f"is {records}, must be in 1..{MAX_RECORDS}"
+            raise InvalidRequest([Violation("max_records", text)])
         self.engine.start_profile(records)
         return pb.StartProfileResponse()
 
-    async def stop_profile(self, parsed: Parsed) -> Any:
+    def stop_profile(self, parsed: Parsed) -> Any:
         """StopProfile: the records as JSON lines."""
         records, dropped = self.engine.stop_profile()
         lines = "".join(json.dumps(r) + "\n" for r in records)

@@ -19,21 +19,28 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_health.v1 import health_pb2_grpc
 
+from ds4jax.request import ServiceError
 from ds4jax_server import errors
 from ds4jax_server.admin import Admin
 from ds4jax_server.engine import Engine
 from ds4jax_server.metrics import Metrics
-from ds4jax_server.service import Services
-from ds4jax_server.settings import RECEIVE_BYTES, SEND_BYTES, SPARE_STREAMS, Loader, ServerConfig
+from ds4jax_server.probes import Health, Streams, reflection_handlers
+from ds4jax_server.service import Services, metadata_id
+from ds4jax_server.settings import (
+    PROBE_STREAMS,
+    RECEIVE_BYTES,
+    SEND_BYTES,
+    SPARE_STREAMS,
+    Loader,
+    ServerConfig,
+)
 
 _LOG = logging.getLogger("ds4jax.server")
 PUBLIC = ("ds4jax.v1.GenerationService", "ds4jax.v1.ModelService")
 ADMIN = "ds4jax.v1.AdminService"
 SWITCH_SECONDS = 0.0005
-_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def channel_options(streams: int) -> list[tuple[str, int]]:
@@ -70,23 +77,19 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if hmac.compare_digest(sent, self._wanted):
             return await continuation(details)
         handler = await continuation(details)
-        return _refusing(handler, errors.status_of(errors.unauthenticated(bool(given)), ""))
+        return handler and _refusing(handler, errors.unauthenticated(bool(given)))
 
 
-def _refusing(handler: Any, status: Any) -> Any:
-    """A handler of the same kind that answers with `status`."""
+def _refusing(handler: Any, error: ServiceError) -> Any:
+    """A handler that answers with an error, without waiting for a request."""
 
-    async def refuse(request: Any, context: Any) -> None:
-        await context.abort_with_status(status)
+    async def refuse(messages: Any, context: Any) -> None:
+        await context.abort_with_status(errors.status_of(error, metadata_id(context)[0]))
 
-    if handler is None:
-        return None
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[bool(handler.request_streaming), bool(handler.response_streaming)]
+    streams = handler.response_streaming
+    make = (
+        grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+    )
     return make(refuse, handler.request_deserializer, handler.response_serializer)
 
 
@@ -109,7 +112,8 @@ class Server:
         self.services = Services(self.engine, config, self.metrics)
         self.admin = Admin(self.engine, config)
         self._streams = lanes + config.scheduler.max_waiting + SPARE_STREAMS
-        self._health = health.aio.HealthServicer()
+        self._probes = Streams(PROBE_STREAMS)
+        self._health = Health(("", *PUBLIC, ADMIN), self._probes)
         self._servers: list[Any] = []
         self._close_metrics: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,13 +133,8 @@ class Server:
         self._loop = asyncio.get_running_loop()
         token = self.config.token()
         interceptors = [TokenInterceptor(token)] if token else []
-        if self.config.exposed and not self.config.tls_cert:
-            _LOG.warning(
-                "%s can be reached from other machines and is not encrypted: set --tls-cert and"
-                " --tls-key, or bind to 127.0.0.1",
-                self.config.host,
-            )
-        await self._set_health(False)
+        for text in self.config.warnings():
+            _LOG.warning("%s", text)
         public = self._server(interceptors, self.services.handlers(), PUBLIC)
         if self.config.port is not None:
             address = f"{self.config.host}:{self.config.port}"
@@ -150,34 +149,21 @@ class Server:
                 self.admin_port = self._bind(admin, self.config.admin, secure=False)
         self.metrics.watch(self.engine)
         if self.config.metrics_port is not None:
-            self._close_metrics = self.metrics.serve(
-                self.config.metrics_port, self.config.metrics_host
-            )
+            self._bind_metrics(self.config.metrics_host, self.config.metrics_port)
         for server in self._servers:
             await server.start()
         self.engine.start()
         self._background(self._watch_engine())
 
     def _server(self, interceptors: Any, handlers: list[Any], names: tuple[str, ...]) -> Any:
+        streams = self._streams + PROBE_STREAMS
         server = grpc.aio.server(
-            interceptors=interceptors, options=channel_options(self._streams),
-            maximum_concurrent_rpcs=self._streams,
+            interceptors=interceptors, options=channel_options(streams),
+            maximum_concurrent_rpcs=streams,
         )  # fmt: skip
         server.add_generic_rpc_handlers(handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        shown = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
-        servicer = reflection.aio.ReflectionServicer(service_names=shown)
-        method = grpc.stream_stream_rpc_method_handler(
-            servicer.ServerReflectionInfo,
-            reflection_pb2.ServerReflectionRequest.FromString,
-            reflection_pb2.ServerReflectionResponse.SerializeToString,
-        )  # v1 has the messages of v1alpha
-        server.add_generic_rpc_handlers(
-            [
-                grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
-                for name in (reflection.SERVICE_NAME, _REFLECTION_V1)
-            ]
-        )
+        server.add_generic_rpc_handlers(reflection_handlers(names, self._probes))
         self._servers.append(server)
         return server
 
@@ -192,6 +178,14 @@ class Server:
         if not bound:
             raise BindError(f"cannot bind {address}: is it in use?")
         return int(bound)
+
+    def _bind_metrics(self, host: str, port: int) -> None:
+        try:
+            self._close_metrics = self.metrics.serve(port, host)
+        except OSError as error:
+            raise BindError(f"cannot bind the metrics port {host}:{port}: {error}") from error
+        self.metrics_port = self.metrics.port
+        _LOG.info("metrics on http://%s:%s/metrics", host, self.metrics_port)
 
     def _bind_unix(self, server: Any, path: str) -> None:
         """A socket file of a dead server is removed; anything else in its place is not."""
@@ -216,22 +210,13 @@ class Server:
 
     # ---- health --------------------------------------------------------------------------------
 
-    async def _set_health(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        value = status.SERVING if serving else status.NOT_SERVING
-        for name in ("", *PUBLIC, ADMIN):
-            await self._health.set(name, value)
-
     def _health_changed(self, ready: bool, reason: str) -> None:
         """From any thread."""
         loop = self._loop
         if loop is None:
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._apply_health)
-
-    def _apply_health(self) -> None:
-        self._background(self._set_health(self.engine.ready))
+            loop.call_soon_threadsafe(lambda: self._health.set(self.engine.ready))
 
     def _background(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -268,7 +253,7 @@ class Server:
 
     async def _stop(self, grace: float) -> None:
         self.engine.drain()
-        await self._set_health(False)
+        self._health.set(False)
         await self._until(lambda: self.engine.idle, grace)
         self.engine.shut_down()
         await self._until(lambda: self.engine.idle, 2.0, urgent=False)
@@ -276,6 +261,7 @@ class Server:
             await server.stop(0.5)
         await asyncio.to_thread(self.engine.stop, 5.0)
         self._close_metrics()
+        self.services.workshop.close()
         self._stopped.set()
 
     async def _until(

@@ -7,21 +7,31 @@ honoured is refused by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from google.protobuf import unknown_fields
 
-from ds4jax import answer, chat, chat_request, config
+from ds4jax import answer, chat, chat_request, config, refusals
 from ds4jax.answer import PromptIds
 from ds4jax.plan import ExecutorLimits, LaneSpec
 from ds4jax.tokenizer import TokenizerError
 from ds4jax_server.errors import InvalidRequest, Violation, unsupported
 from ds4jax_server.pb import generation_pb2 as pb
 from ds4jax_server.settings import MAX_CANDIDATES, ServedModel, ServerConfig
+
+MAX_ID_CHARACTERS = 128
+MAX_COUNTED = 4 << 20
+"""Characters (or ids) of an input of CountTokens and Tokenize."""
+MAX_SECONDS = 315_576_000_000
+"""Of a google.protobuf.Duration."""
+_MAX_VIOLATIONS = 100
+_LEAST_ITEMS = 10_000
+_SHOWN_UNKNOWN = 64 << 10
+"""Bytes of unknown fields up to which each of them is named."""
 
 ReasoningMode = Literal["separate", "omit", "inline"]
 _OPAQUE = ("google.protobuf.",)  # messages whose inside is checked where they are used
@@ -63,33 +73,75 @@ class Converter:
     # ---- prompts -------------------------------------------------------------------------------
 
     def check(self, request: Any) -> list[Violation]:
-        """What is wrong with the form and the input of any request that has an `input`."""
-        out = list(_walk(request, ""))
+        """What is wrong with the form and the input of a request of CountTokens or Tokenize."""
+        size = self._input_size(request)
+        if size > MAX_COUNTED:
+            text = f"has {size} characters or ids or more, at most {MAX_COUNTED} are counted"
+            return [Violation(request.WhichOneof("input"), text)]
+        skip = ("chat",) if self._has_too_many_items(request) else ()
+        found = chain(_form(request, skip), self._check_input(request))
+        return list(islice(found, _MAX_VIOLATIONS))
+
+    @property
+    def _most_items(self) -> int:
+        """Messages, parts, calls and tools of one chat: each costs time, whatever is in it."""
+        return max(_LEAST_ITEMS, 2 * self.limits.max_ctx)
+
+    def _has_too_many_items(self, request: Any) -> bool:
+        most = self._most_items
+        return request.WhichOneof("input") == "chat" and _chat_items(request.chat, most) > most
+
+    def _input_size(self, request: Any) -> int:
+        """Characters of the input (ids, if it is ids), or fewer, without looking at them."""
+        kind = request.WhichOneof("input")
+        if kind == "tokens":
+            return len(request.tokens.ids)
+        if kind == "text":
+            return len(request.text)
+        if kind is None or self._has_too_many_items(request):
+            return 0
+        return _chat_size(request.chat)
+
+    def _least_tokens(self, request: Any) -> int:
+        """Tokens that the prompt has at least, known without making it."""
+        size, tokenizer = self._input_size(request), self.model.tokenizer
+        if request.WhichOneof("input") == "tokens":
+            return size
+        return 0 if tokenizer is None else -(-size // tokenizer.longest_token)
+
+    def _check_input(self, request: Any) -> Iterator[Violation]:
         kind = request.WhichOneof("input")
         if kind is None:
             names = ", ".join(f.name for f in request.DESCRIPTOR.oneofs_by_name["input"].fields)
-            out.append(Violation("input", f"is missing: set one of {names}", "EMPTY_PROMPT"))
+            yield Violation("input", f"is missing: set one of {names}", "EMPTY_PROMPT")
         elif kind == "chat":
-            parsed, found = _chat_request(request.chat)
-            out += found
-            for v in chat_request.problems(parsed, self._profile):
-                reason = "INVALID_REQUEST" if v.reason == chat_request.INVALID else v.reason
-                out.append(Violation(_wire_path(v.path), v.message, reason))
+            yield from self._check_chat(request.chat)
         elif kind == "text" and not request.text:
-            out.append(Violation("text", "is empty, must hold a prompt", "EMPTY_PROMPT"))
+            yield Violation("text", "is empty, must hold a prompt", "EMPTY_PROMPT")
         elif kind == "tokens":
-            out += self._check_ids(request.tokens.ids, "tokens.ids")
+            yield from self._check_ids(request.tokens.ids, "tokens.ids")
             if not request.tokens.ids:
-                out.append(Violation("tokens.ids", "is empty, must hold a prompt", "EMPTY_PROMPT"))
-        return out
+                yield Violation("tokens.ids", "is empty, must hold a prompt", "EMPTY_PROMPT")
 
-    def _check_ids(self, ids: Any, path: str) -> list[Violation]:
+    def _check_chat(self, wire: Any) -> Iterator[Violation]:
+        if _chat_items(wire, self._most_items) > self._most_items:
+            text = f"has more than {self._most_items} messages, parts, calls and tools"
+            yield Violation("chat", text)
+            return
+        parsed, found = _chat_request(wire)
+        yield from found
+        for v in chat_request.problems(parsed, self._profile):
+            reason = "INVALID_REQUEST" if v.reason == chat_request.INVALID else v.reason
+            yield Violation(_wire_path(v.path), v.message, reason)
+
+    def _check_ids(self, ids: Any, path: str) -> Iterator[Violation]:
         size = self.model.vocab_size
-        bad = [(i, t) for i, t in enumerate(ids) if t >= size]
-        return [
-            Violation(f"{path}[{i}]", f"is {t}, must be in 0..{size - 1}", "INVALID_TOKEN_ID")
-            for i, t in bad[:50]
-        ]
+        if not ids or max(ids) < size:
+            return
+        for i, t in enumerate(ids):
+            if t >= size:
+                text = f"is {t}, must be in 0..{size - 1}"
+                yield Violation(f"{path}[{i}]", text, "INVALID_TOKEN_ID")
 
     def unsupported_input(self, request: Any) -> dict[str, str]:
         """Features of the input that cannot be honoured."""
@@ -103,15 +155,18 @@ class Converter:
                     return {f"tool_choice.{name.lower()}": _CONSTRAINED}
         return {}
 
-    def prompt(self, request: Any) -> tuple[PromptIds, str]:
+    def prompt(self, request: Any, *, text: bool = True) -> tuple[PromptIds, str]:
         """Ids and text of the input of a request that passed `check`.
+
+        Args:
+            text: False if nobody will look at the text; it may then be empty.
 
         Raises:
             InvalidRequest: a text that cannot be encoded.
         """
         kind = request.WhichOneof("input")
         if kind == "tokens":
-            return self._token_prompt(tuple(request.tokens.ids))
+            return self._token_prompt(tuple(request.tokens.ids), text)
         tokenizer = self.model.tokenizer
         assert tokenizer is not None
         try:
@@ -124,13 +179,13 @@ class Converter:
         except TokenizerError as error:
             raise InvalidRequest([Violation(kind, str(error))]) from None
 
-    def _token_prompt(self, ids: tuple[int, ...]) -> tuple[PromptIds, str]:
+    def _token_prompt(self, ids: tuple[int, ...], text: bool) -> tuple[PromptIds, str]:
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             return PromptIds(ids=ids), ""
         inside = ids[-1] == tokenizer.markers.think_open
         prompt = PromptIds(ids=ids, start="reasoning" if inside else "content")
-        return prompt, tokenizer.decode(ids)
+        return prompt, tokenizer.decode(ids) if text else ""
 
     @property
     def _profile(self) -> chat_request.Profile:
@@ -144,28 +199,47 @@ class Converter:
         Raises:
             ServiceError: wrong (InvalidRequest, with every violation), unsupported, or too long.
         """
-        violations = [*found, *self.check(request), *self._check_generate(request)]
+        least, most = self._least_tokens(request), self.limits.max_ctx
+        too_long = least > most  # then nothing of the prompt is looked at
+        skip = ("chat",) if too_long or self._has_too_many_items(request) else ()
+        everything = (
+            found,
+            _form(request, skip),
+            () if too_long else self._check_input(request),
+            self._check_generate(request),
+        )
+        violations = list(islice(chain.from_iterable(everything), _MAX_VIOLATIONS))
         if violations:
             raise InvalidRequest(violations)
         features = self.unsupported_input(request) | _unsupported_options(request)
         if features:
             raise unsupported(features)
-        prompt, text = self.prompt(request)
+        if too_long:
+            asked = request.stopping.max_output_tokens
+            known = asked if request.stopping.HasField("max_output_tokens") else None
+            raise refusals.context_length_exceeded(least, known, most, at_least=True)
+        shown = request.output.echo or self.server.log_prompts
+        prompt, text = self.prompt(request, text=shown)
         stopping = config.StoppingCriteria(**vars(_stopping(request)))
-        lanes = answer.lane_specs(
-            prompt,
-            config.SamplingParams(**vars(_sampling(request))),
-            replace(stopping, max_output_tokens=self._budget(prompt, stopping)),
-            limits=self.limits,
-            tokenizer=self.model.tokenizer,
-            candidates=request.candidate_count if request.HasField("candidate_count") else 1,
-        )
+        budget = self._budget(prompt, stopping)
+        try:
+            lanes = answer.lane_specs(
+                prompt,
+                config.SamplingParams(**vars(_sampling(request))),
+                replace(stopping, max_output_tokens=budget),
+                limits=self.limits,
+                tokenizer=self.model.tokenizer,
+                candidates=request.candidate_count if request.HasField("candidate_count") else 1,
+            )
+        except config.ConfigError as error:  # what a field alone does not show
+            text = error.problems[0]
+            raise InvalidRequest([Violation("sampling.logit_bias", text)]) from None
         if request.speculation == pb.SPECULATION_OFF:
             lanes = tuple(replace(lane, speculate=False) for lane in lanes)
         return Call(
             lanes=lanes,
             prompt=prompt,
-            prompt_text=text,
+            prompt_text=text if shown else "",
             stopping=stopping,
             output=_output_plan(request.output),
         )
@@ -188,22 +262,46 @@ class Converter:
             yield Violation(f"{group}.{name}", text)
         for name, text in config.stopping_problems(cast(Any, _stopping(request))):
             yield Violation(f"stopping.{name}", text)
-        yield from self._check_ids(request.sampling.logit_bias, "sampling.logit_bias")
-        yield from self._check_ids(request.stopping.stop_token_ids, "stopping.stop_token_ids")
+        for group, name, limit in _LISTS:
+            count = len(getattr(getattr(request, group), name))
+            if count > limit:
+                yield Violation(f"{group}.{name}", f"has {count} entries, at most {limit}")
+        yield from self._check_ids(sorted(_bias_ids(request)), "sampling.logit_bias")
+        yield from self._check_ids(_stop_ids(request), "stopping.stop_token_ids")
         most = min(MAX_CANDIDATES, self.limits.num_slots)
         if request.HasField("candidate_count") and not 1 <= request.candidate_count <= most:
             yield Violation(
                 "candidate_count", f"is {request.candidate_count}, must be in 1..{most}"
             )
-        name = request.request_id
-        if len(name) > 128 or not (name.isascii() and (name.isprintable() or not name)):
-            yield Violation("request_id", "must be at most 128 printable ASCII characters")
+        if request.request_id and not is_request_id(request.request_id):
+            text = f"must be at most {MAX_ID_CHARACTERS} printable ASCII characters"
+            yield Violation("request_id", text)
         if request.output.echo and request.WhichOneof("input") == "chat":
             yield Violation("output.echo", "goes with text or tokens, the input is a chat")
         yield from _check_durations(request)
 
 
+def is_request_id(text: str) -> bool:
+    """Whether a text can name a request."""
+    return 0 < len(text) <= MAX_ID_CHARACTERS and text.isascii() and text.isprintable()
+
+
 # ---- groups of fields --------------------------------------------------------------------------
+
+_LISTS = (
+    ("sampling", "logit_bias", config.MAX_LOGIT_BIAS),
+    ("stopping", "stop_strings", config.MAX_STOP_STRINGS),
+    ("stopping", "stop_token_ids", config.MAX_STOP_IDS),
+)
+"""Lists with a limit; what is over it is refused and never looked at."""
+
+
+def _bias_ids(request: Any) -> list[int]:
+    return list(islice(request.sampling.logit_bias, config.MAX_LOGIT_BIAS))
+
+
+def _stop_ids(request: Any) -> list[int]:
+    return list(request.stopping.stop_token_ids[: config.MAX_STOP_IDS])
 
 
 def _sampling(request: Any) -> SimpleNamespace:
@@ -217,7 +315,7 @@ def _sampling(request: Any) -> SimpleNamespace:
     ):  # fmt: skip
         if p.HasField(name):
             setattr(out, name, getattr(p, name))
-    out.logit_bias = tuple(sorted(p.logit_bias.items()))
+    out.logit_bias = tuple((i, p.logit_bias[i]) for i in sorted(_bias_ids(request)))
     if request.output.HasField("top_logprobs"):
         out.top_logprobs = request.output.top_logprobs
     out.logprobs_after_sampling = request.output.logprobs_after_sampling
@@ -232,8 +330,8 @@ def _stopping(request: Any) -> SimpleNamespace:
     for name in ("max_output_tokens", "min_output_tokens", "max_reasoning_tokens"):
         if s.HasField(name):
             setattr(out, name, getattr(s, name))
-    out.stop_strings = tuple(s.stop_strings)
-    out.stop_token_ids = tuple(s.stop_token_ids)
+    out.stop_strings = tuple(s.stop_strings[: config.MAX_STOP_STRINGS])
+    out.stop_token_ids = tuple(_stop_ids(request))
     out.ignore_eos = s.ignore_eos
     out.time_limit = _time_limit(s)
     return out
@@ -248,6 +346,17 @@ def _time_limit(stopping: Any) -> float | None:
 
 
 def _check_durations(request: Any) -> Iterator[Violation]:
+    stopping, output = request.stopping, request.output
+    for group, name, value in (
+        ("stopping", "time_limit", stopping.time_limit),
+        ("output", "min_delta_interval", output.min_delta_interval),
+        ("output", "progress_interval", output.progress_interval),
+    ):
+        mixed = value.seconds * value.nanos < 0
+        if mixed or abs(value.nanos) > 999_999_999 or abs(value.seconds) > MAX_SECONDS:
+            yield Violation(
+                f"{group}.{name}", "is no duration: seconds and nanos do not go together"
+            )
     for name, low, high in (("min_delta_interval", 0.0, 60.0), ("progress_interval", 0.1, 3600.0)):
         if request.output.HasField(name):
             value = _seconds(getattr(request.output, name))
@@ -340,6 +449,25 @@ def _chat_request(wire: Any) -> tuple[chat_request.ChatRequest, list[Violation]]
     return request, violations
 
 
+def _chat_items(wire: Any, most: int) -> int:
+    """Messages, parts, calls and tools together; counting ends above `most`."""
+    count = len(wire.messages) + len(wire.tools)
+    if count <= most:
+        for message in wire.messages:
+            count += len(message.parts) + len(message.tool_calls)
+    return count
+
+
+def _chat_size(wire: Any) -> int:
+    """Characters that the messages put into the prompt, or fewer."""
+    size = 0
+    for message in wire.messages:
+        size += sum(len(part.text) for part in message.parts)
+        for call in message.tool_calls:
+            size += len(call.arguments_json) + call.arguments_struct.ByteSize() // 12
+    return size
+
+
 def _message(wire: Any, path: str, violations: list[Violation]) -> chat_request.Message:
     if wire.role == pb.Message.ROLE_UNSPECIFIED:
         violations.append(Violation(f"{path}.role", "is missing"))
@@ -353,17 +481,24 @@ def _message(wire: Any, path: str, violations: list[Violation]) -> chat_request.
         role=_ROLES.get(wire.role, "user"),
         content=chat_request.join_parts(part.text for part in wire.parts),
         reasoning=wire.reasoning,
-        tool_calls=tuple(_tool_call(c) for c in wire.tool_calls),
+        tool_calls=tuple(
+            _tool_call(c, f"{path}.tool_calls[{i}]", violations)
+            for i, c in enumerate(wire.tool_calls)
+        ),
         tool_call_id=wire.tool_call_id,
         prefix=wire.prefix,
         task=cast(Any, task),
     )
 
 
-def _tool_call(wire: Any) -> chat_request.ToolCall:
+def _tool_call(wire: Any, path: str, violations: list[Violation]) -> chat_request.ToolCall:
     arguments = wire.arguments_json or "{}"
     if wire.WhichOneof("arguments") == "arguments_struct":
-        arguments = json.dumps(_plain(wire.arguments_struct), ensure_ascii=False)
+        try:
+            arguments = chat_request.dump_json(_plain(wire.arguments_struct))
+        except ValueError:
+            text = "holds NaN, infinity or too deep a nesting, which JSON cannot hold"
+            violations.append(Violation(f"{path}.arguments_struct", text))
     return chat_request.ToolCall(name=wire.name, arguments=arguments, id=wire.id)
 
 
@@ -390,14 +525,28 @@ def _wire_path(path: str) -> str:
     return "chat" if not path else f"chat.{path}"
 
 
-def _walk(message: Any, path: str) -> Iterator[Violation]:
-    """Unknown fields and unknown enum values anywhere in a message."""
-    unknown = unknown_fields.UnknownFieldSet(message)
-    for number in sorted({unknown[i].field_number for i in range(len(unknown))}):
-        where = path.rstrip(".") or message.DESCRIPTOR.name
-        yield Violation(where, f"holds field number {number}, which does not exist")
+def _form(message: Any, skip: Iterable[str] = ()) -> Iterator[Violation]:
+    """Unknown fields and unknown enum values anywhere in a request, but in the fields `skip`."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    extra = message.ByteSize() - known.ByteSize()
+    if extra > _SHOWN_UNKNOWN:
+        text = f"holds {extra} bytes of fields that do not exist"
+        yield Violation(message.DESCRIPTOR.name, text)
+    yield from _walk(message, "", skip, 0 < extra <= _SHOWN_UNKNOWN)
+
+
+def _walk(message: Any, path: str, skip: Iterable[str], has_unknown: bool) -> Iterator[Violation]:
+    if has_unknown:
+        unknown = unknown_fields.UnknownFieldSet(message)
+        for number in sorted({unknown[i].field_number for i in range(len(unknown))}):
+            where = path.rstrip(".") or message.DESCRIPTOR.name
+            yield Violation(where, f"holds field number {number}, which does not exist")
     for descriptor, value in message.ListFields():
         name = f"{path}{descriptor.name}"
+        if descriptor.name in skip:
+            continue
         if descriptor.enum_type is not None:
             if value not in descriptor.enum_type.values_by_number:
                 known = ", ".join(descriptor.enum_type.values_by_name)
@@ -408,6 +557,6 @@ def _walk(message: Any, path: str) -> Iterator[Violation]:
                 continue
             if descriptor.is_repeated:
                 for i, item in enumerate(value):
-                    yield from _walk(item, f"{name}[{i}].")
+                    yield from _walk(item, f"{name}[{i}].", (), has_unknown)
             else:
-                yield from _walk(value, f"{name}.")
+                yield from _walk(value, f"{name}.", (), has_unknown)

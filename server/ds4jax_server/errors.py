@@ -15,6 +15,11 @@ from ds4jax.request import ServiceError
 
 DOMAIN = "ds4jax"
 INVALID_REQUEST = "INVALID_REQUEST"
+MESSAGE_BYTES = 800
+DETAIL_BYTES = 3000
+"""A status travels in HTTP/2 trailers, and clients refuse trailers of more than 8 KiB."""
+ECHO_CHARACTERS = 80
+"""Of a value that the client sent and an error shows."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,31 @@ def unsupported(features: Mapping[str, str]) -> ServiceError:
 
 def model_not_found(asked: str, served: str) -> ServiceError:
     """A model that is not the one served here."""
+    asked = asked if len(asked) <= ECHO_CHARACTERS else asked[:ECHO_CHARACTERS] + "..."
     return ServiceError(
         "NOT_FOUND",
         "MODEL_NOT_FOUND",
         f"model {asked!r} is not served here, {served!r} is: leave the field empty or name that",
         metadata={"model": asked, "served": served},
+    )
+
+
+def reply_too_large(size: int, limit: int) -> ServiceError:
+    """A reply over the size of one message."""
+    return ServiceError(
+        "RESOURCE_EXHAUSTED",
+        "REPLY_TOO_LARGE",
+        f"the reply would have {size} bytes or more, at most {limit} are sent: ask for it in parts",
+        metadata={"max_send_bytes": str(limit)},
+    )
+
+
+def no_request(seconds: float) -> ServiceError:
+    """A call that was opened and never said what it wants."""
+    return ServiceError(
+        "DEADLINE_EXCEEDED",
+        "REQUEST_NOT_RECEIVED",
+        f"the call was opened {seconds:g} s ago and its request has not come",
     )
 
 
@@ -92,23 +117,35 @@ def status_of(
     """The status for `abort_with_status`: details, and more trailing metadata."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     details: list[Any] = [info, error_details_pb2.RequestInfo(request_id=request_id)]
-    if isinstance(error, InvalidRequest):
-        bad = error_details_pb2.BadRequest()
-        for violation in error.violations[:200]:
-            bad.field_violations.add(
-                field=violation.field, description=violation.description, reason=violation.reason
-            )
-        details.append(bad)
     if error.retry_after is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    code = getattr(grpc.StatusCode, error.code)
+    if isinstance(error, InvalidRequest):
+        room = DETAIL_BYTES - sum(d.ByteSize() for d in details)
+        details.append(_bad_request(error.violations, room))
     packed = []
     for detail in details:
         wrapped = any_pb2.Any()
         wrapped.Pack(detail)
         packed.append(wrapped)
-    status = status_pb2.Status(code=code.value[0], message=error.message[:2000], details=packed)
+    code = getattr(grpc.StatusCode, error.code)
+    text = error.message.encode("utf-8", "replace")[:MESSAGE_BYTES].decode("utf-8", "ignore")
+    status = status_pb2.Status(code=code.value[0], message=text, details=packed)
     made = rpc_status.to_status(status)
     return _Status(made.code, made.details, (*made.trailing_metadata, *metadata))
+
+
+def _bad_request(violations: Iterable[Violation], room: int) -> Any:
+    """As many violations as there is room for; the last one then says that there are more."""
+    bad = error_details_pb2.BadRequest()
+    for violation in violations:
+        bad.field_violations.add(
+            field=violation.field[:200], description=violation.description[:300],
+            reason=violation.reason,
+        )  # fmt: skip
+        if bad.ByteSize() > room:
+            del bad.field_violations[-1]
+            bad.field_violations[-1].description += " (and there are more violations)"
+            break
+    return bad

@@ -7,8 +7,12 @@ the rest is observed where it happens.
 from __future__ import annotations
 
 import platform
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client as prom
 from prometheus_client.core import (
@@ -32,6 +36,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.port: int | None = None  # of the side port, once it is bound
         r = self.registry
         self.requests = prom.Counter(
             "ds4jax_requests", "Requests that ended.", ["code", "finish_reason"], registry=r
@@ -97,8 +102,16 @@ class Metrics:
             self.lanes.labels("single" if record.lanes == 1 else "batched").observe(record.lanes)
 
     def serve(self, port: int, host: str) -> Callable[[], None]:
-        """Show them at http://host:port/metrics; returns what ends it."""
-        server, thread = prom.start_http_server(port, addr=host, registry=self.registry)
+        """Show them at http://host:port/metrics; returns what ends it.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        server = _MetricsServer(host, port)
+        server.set_app(prom.make_wsgi_app(self.registry))
+        thread = threading.Thread(target=server.serve_forever, name="ds4jax-metrics", daemon=True)
+        thread.start()
+        self.port = server.server_port
 
         def close() -> None:
             server.shutdown()
@@ -106,6 +119,44 @@ class Metrics:
             thread.join()
 
         return close
+
+
+class _Handler(WSGIRequestHandler):
+    """Silent, and gone if its client says nothing."""
+
+    timeout = 10.0
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is logged."""
+
+
+class _MetricsServer(ThreadingMixIn, WSGIServer):
+    """A thread per scrape, some at a time; whatever clients do goes unnoticed by others."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        self._places = threading.Semaphore(16)
+        super().__init__(address[:2], _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve it in a thread, or close it if too many are served."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """The thread of one scrape."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
 
 
 class _EngineCollector:

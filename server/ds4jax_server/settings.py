@@ -17,6 +17,10 @@ RECEIVE_BYTES = 16 << 20
 SEND_BYTES = 4 << 20
 SPARE_STREAMS = 16
 """Streams beyond lanes + queue, so that health checks and refusals get through."""
+PROBE_STREAMS = 64
+"""Streams of health and reflection at the same time, beyond all others."""
+FIRST_MESSAGE_SECONDS = 30.0
+"""A call whose request does not come within this time is ended: it holds a stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +78,18 @@ class ServerConfig:
     @property
     def exposed(self) -> bool:
         """Whether the port can be reached from other machines."""
-        if self.port is None or self.host == "localhost":
-            return False
-        try:
-            return not ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return True
+        return self.port is not None and _is_exposed(self.host)
+
+    def warnings(self) -> list[str]:
+        """What is allowed and nevertheless dangerous."""
+        out = []
+        text = "can be reached from other machines and is not encrypted"
+        if self.exposed and not self.tls_cert:
+            out.append(f"{self.host} {text}: set --tls-cert and --tls-key, or bind to 127.0.0.1")
+        admin = self.admin or "unix:"
+        if not admin.startswith("unix:") and _is_exposed(admin.rpartition(":")[0]):
+            out.append(f"the admin service on {admin} {text}: bind it to 127.0.0.1 or unix:PATH")
+        return out
 
     def token(self) -> str | None:
         """The bearer token, read from its file.
@@ -96,6 +106,16 @@ class ServerConfig:
                 [f"auth_token_file: {self.auth_token_file} holds no printable ASCII token"],
             )
         return text
+
+
+def _is_exposed(host: str) -> bool:
+    """Whether an address to bind is one of this machine's to others."""
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
