@@ -24,10 +24,10 @@ Backend = Literal["reference", "interpret", "triton"]
 
 Platform = Literal["cpu", "cuda", "rocm"]
 
-KERNELS: frozenset[str] = frozenset({"attention", "dense", "experts", "indexer"})
+KERNELS: frozenset[str] = frozenset({"attention", "compressor", "dense", "experts", "indexer"})
 """Operations that have a kernel."""
 
-OPS: frozenset[str] = KERNELS | {"compressor", "hyper", "norm", "router"}
+OPS: frozenset[str] = KERNELS | {"hyper", "norm", "router"}
 """All operations that take a backend."""
 
 T = TypeVar("T")

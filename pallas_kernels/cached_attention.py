@@ -199,7 +199,7 @@ class Tile:
 
 def default_tile(t: int, heads: int, dim: int, target: Target) -> Tile:
     """A reasonable tile without measurement."""
-    width = _power_of_two_in(dim, 128)
+    width = _largest_power_in(dim, 128)
     if target == "cuda":
         if t > Tile.grid_rows and heads % 32 == 0:
             return Tile(heads=32, width=width, num_warps=8, num_stages=3)
@@ -210,7 +210,7 @@ def default_tile(t: int, heads: int, dim: int, target: Target) -> Tile:
     return Tile(width=width)
 
 
-def _power_of_two_in(n: int, most: int) -> int:
+def _largest_power_in(n: int, most: int) -> int:
     """Largest power of two that divides n, at most `most`."""
     return min(n & -n, most)
 
@@ -435,7 +435,7 @@ def _mixed(weight: Array, keys: Load, c: Any, tile: Tile) -> Array:
     return mix_onto(zeros, weight, keys(c, tile.width))
 
 
-def _power(exponent: Array) -> Array:
+def power_of_two(exponent: Array) -> Array:
     """2^exponent, exact, for whole numbers up to 0; 0 below -126."""
     biased = jnp.maximum(exponent, -127.0).astype(jnp.int32) + 127
     return lax.bitcast_convert_type(biased << 23, jnp.float32)
@@ -460,7 +460,7 @@ def _joined(acc: _Sum, top: Array, total: Array, part: Callable[[int], Array]) -
     """One more partial result, part(i) its chunk i, taken into the running softmax."""
     new_top = jnp.maximum(acc.top, top)
     # Powers of two: nothing is rounded but the sum.
-    factors = old, new = _power(acc.top - new_top), _power(top - new_top)
+    factors = old, new = power_of_two(acc.top - new_top), power_of_two(top - new_top)
     wide_old, wide_new = (f[:, None] if f.ndim else f for f in factors)
     parts = tuple(x * wide_old + part(i) * wide_new for i, x in enumerate(acc.parts))
     return _Sum(new_top, acc.total * old + total * new, parts)
@@ -550,7 +550,7 @@ def _merge_kernel(*refs: Any, facts: _Facts) -> None:
     top_ref, total_ref, acc_ref = inputs[len(facts.names) :][:3]
     head, t = pl.program_id(0), pl.program_id(1)
     row = _row(by_name, facts, t)
-    width = _power_of_two_in(facts.dim, 1024)
+    width = _largest_power_in(facts.dim, 1024)
     chunks = range(0, facts.dim, width)
 
     def load(number: Array, live: Array) -> tuple[Array, Array, Callable[[int], Array]]:
