@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -157,6 +157,34 @@ def grouped(
     return y.reshape(t, groups, n // groups)
 
 
+def several(
+    x_TK: Array,
+    ws: Sequence[QuantArray | Array],
+    *,
+    layer: int | Array | None = None,
+    backend: Backend,
+    tile: Tile | None = None,
+) -> list[Array]:
+    """Products of the same rows with several matrices, in one kernel; their types may differ.
+
+    What comes next adds the parts up, in order (`in_order`): a kernel of its own would cost more.
+
+    Args: ws: as `w` of `dense`, all with the same K. The others as of `dense`.
+    Returns: per matrix float32 [S, T, N], S parts (1 or more) whose sum in order is the product.
+    Raises: as `dense`.
+    """
+    backend = backend_lib.require("dense", backend)
+    for w in ws:
+        fits = x_TK.ndim == 2 and x_TK.shape[1] == w.shape[-1]
+        if not fits or len(w.shape[:-2]) != (layer is not None):
+            raise ValueError(f"several: x {list(x_TK.shape)} and w {list(w.shape)} do not fit")
+    if backend == "reference":
+        return [reference(x_TK, w, layer=layer, out_dtype=jnp.float32)[None] for w in ws]
+    target = backend_lib.target(backend)
+    found = launch_several(x_TK, ws, layer, jnp.float32, target, tile=tile)
+    return [y if y.ndim == 3 else y[None] for y in found]
+
+
 def reference(
     x_TK: Array, w: QuantArray | Array, *, layer: int | Array | None = None, out_dtype: Any = None
 ) -> Array:
@@ -206,45 +234,101 @@ def launch(
     groups: int = 1,
 ) -> Array:
     """`dense` (or `grouped`, with x [T, groups * K]) by the kernel written for `target`."""
-    name = kernel_format("dense", w)
+    [y] = launch_several(
+        x_TK, [w], layer, out_dtype, target, tile=tile, splits=splits, groups=groups
+    )
+    return y if y.ndim == 2 else in_order(y).astype(out_dtype)
+
+
+def in_order(parts: Array) -> Array:
+    """Sum over the first axis, first part first."""
+    total = parts[0]
+    for s in range(1, parts.shape[0]):
+        total = total + parts[s]
+    return total
+
+
+def launch_several(
+    x_TK: Array,
+    ws: Sequence[QuantArray | Array],
+    layer: int | Array | None,
+    out_dtype: Any,
+    target: decode.Target,
+    *,
+    tile: Tile | None = None,
+    splits: int | None = None,
+    groups: int = 1,
+) -> list[Array]:
+    """One kernel for all of `ws`: per matrix y [T, N], or its parts of K, float32 [S, T, N]."""
     if x_TK.dtype != jnp.bfloat16:
         raise NotImplementedError(f"dense: the kernel takes bfloat16 activations, not {x_TK.dtype}")
-    t, (n, cols), block = x_TK.shape[0], w.shape[-2:], block_of(name)
-    k = -(-cols // block) * block
-    splits = splits or default_splits(n, k, block)
+    t, cols = x_TK.shape[0], ws[0].shape[-1]
+    parts = [_part(w, splits) for w in ws]
     if tile is None:
-        size = "few" if t <= DOT_ROWS else "many"
-        default = default_tile(name, t, n // groups, target)
-        tile = backend_lib.tile("dense", default, key=f"{name}/{n}x{k}/{size}", target=target)
-    step = splits * block * tile.unroll
-    if n // groups % tile.rows or k % step:
-        raise NotImplementedError(
-            f"dense: {name} [{n}, {k}] needs N a multiple of {tile.rows} and K of {step}"
-        )
+        tile = _tile(parts, t, groups, target)
+    for p in parts:
+        step = p.splits * p.block * tile.unroll
+        if p.n // groups % tile.rows or tile.rows % DOT_ROWS or p.k % step:
+            raise NotImplementedError(
+                f"dense: {p.format} [{p.n}, {p.k}] needs N a multiple of {tile.rows} (and of"
+                f" {DOT_ROWS}) and K of {step}"
+            )
     dots = min(tile.dots, -(-t // tile.dot_rows))
     in_grid = t <= tile.grid_rows
-    names, arrays = operands(w)
     kernel = functools.partial(
-        _kernel, format=name, names=names, tile=tile, dots=dots, splits=splits, groups=groups,
-        in_grid=in_grid, target=target, cols=cols,
+        _kernel, parts=parts, tile=tile, dots=dots, groups=groups, in_grid=in_grid, target=target,
+        cols=cols,
     )  # fmt: skip
-    partial = splits > 1 and in_grid
-    shape = (splits, t, n) if partial else (t, n)
-    y = backend_lib.pallas(
+    shapes = [
+        jax.ShapeDtypeStruct((p.splits, t, p.n), jnp.float32)
+        if in_grid and p.splits > 1
+        else jax.ShapeDtypeStruct((t, p.n), out_dtype)
+        for p in parts
+    ]
+    most = max(p.splits for p in parts) if in_grid else 1
+    out: list[Array] = backend_lib.pallas(
         kernel,
-        name=f"dense_{name}",
-        grid=(n // tile.rows, splits if in_grid else 1, -(-t // (tile.dot_rows * dots))),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if partial else out_dtype),
+        name="dense_" + "_".join(dict.fromkeys(p.format for p in parts)),
+        grid=(sum(p.n for p in parts) // tile.rows, most, -(-t // (tile.dot_rows * dots))),
+        out_shape=shapes,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=target == "interpret",
-    )(_layer_operand(layer), x_TK, *arrays)
-    if not partial:
-        return y
-    total = y[0]
-    for s in range(1, splits):
-        total = total + y[s]
-    return total.astype(out_dtype)
+    )(_layer_operand(layer), x_TK, *(a for w in ws for a in operands(w)[1]))
+    return out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What a kernel knows about one of its matrices; k is padded to whole blocks."""
+
+    format: str
+    names: tuple[str, ...]
+    n: int
+    k: int
+    block: int
+    splits: int
+
+
+def _part(w: QuantArray | Array, splits: int | None) -> _Part:
+    format, (n, cols) = kernel_format("dense", w), w.shape[-2:]
+    block = block_of(format)
+    k = -(-cols // block) * block
+    return _Part(
+        format=format, names=tuple(operands(w)[0]), n=n, k=k, block=block,
+        splits=splits or default_splits(n, k, block),
+    )  # fmt: skip
+
+
+def _tile(parts: Sequence[_Part], t: int, groups: int, target: decode.Target) -> Tile:
+    """The measured tile of these matrices, or a default one that suits all of them."""
+    found = [default_tile(p.format, t, p.n // groups, target) for p in parts]
+    least = min(found, key=lambda tile: tile.rows)
+    default = dataclasses.replace(least, dots=min(tile.dots for tile in found))
+    size = "few" if t <= DOT_ROWS else "many"
+    names = "+".join(p.format for p in parts)
+    key = f"{names}/{sum(p.n for p in parts)}x{parts[0].k}/{size}"
+    return backend_lib.tile("dense", default, key=key, target=target)
 
 
 def _layer_operand(layer: int | Array | None) -> Array:
@@ -285,24 +369,57 @@ def _kernel(
     layer_ref: Any,
     x_ref: Any,
     *refs: Any,
-    format: str,
-    names: list[str],
+    parts: Sequence[_Part],
     tile: Tile,
     dots: int,
-    splits: int,
     groups: int,
     in_grid: bool,
     target: decode.Target,
     cols: int,
 ) -> None:
-    *weight_refs, out_ref = refs
-    weights = dict(zip(names, weight_refs, strict=True))
-    row = pl.program_id(0) * tile.rows
-    t0 = pl.program_id(2) * (tile.dot_rows * dots)
+    out_refs = refs[len(refs) - len(parts) :]
+    # Read here: emulation knows program numbers at the top level only.
+    program, split, t = (pl.program_id(i) for i in range(3))
+    layer = plgpu.load(layer_ref.at[jnp.int32(0)])
+    first = used = 0
+    for part, out_ref in zip(parts, out_refs, strict=True):
+        weights = dict(zip(part.names, refs[used : used + len(part.names)], strict=True))
+        run = functools.partial(
+            _multiply, part, weights, layer, (program - first) * tile.rows, split,
+            t * (tile.dot_rows * dots), x_ref, out_ref, tile=tile, dots=dots, groups=groups,
+            in_grid=in_grid, target=target, cols=cols,
+        )  # fmt: skip
+        last = first + part.n // tile.rows
+        if len(parts) == 1:
+            run()
+        else:
+            mine = (program >= first) & (program < last)
+            pl.when(mine & (split < part.splits) if in_grid else mine)(run)
+        first, used = last, used + len(part.names)
+
+
+def _multiply(
+    part: _Part,
+    weights: dict[str, Any],
+    layer: Array,
+    row: Array,
+    split: Array,
+    t0: Array,
+    x_ref: Any,
+    out_ref: Any,
+    *,
+    tile: Tile,
+    dots: int,
+    groups: int,
+    in_grid: bool,
+    target: decode.Target,
+    cols: int,
+) -> None:
+    """`tile.rows` outputs of one matrix from row `row` on, for the rows of x from `t0` on."""
     rows, size = x_ref.shape[0], tile.dot_rows
-    matrix_ref = weights[names[0]]
-    lead = (plgpu.load(layer_ref.at[jnp.int32(0)]),) if len(matrix_ref.shape) == 3 else ()
-    blocks = -(-cols // block_of(format)) // splits
+    matrix_ref = weights[part.names[0]]
+    lead = (layer,) if len(matrix_ref.shape) == 3 else ()
+    blocks = part.k // part.block // part.splits
     starts = [t0 + size * d for d in range(dots)]
     exact = rows % (size * dots) == 0
     # Of grouped products every weight row reads its own group's columns.
@@ -310,35 +427,37 @@ def _kernel(
     numbers = [t + jnp.arange(size, dtype=jnp.int32) for t in starts]
     lives = [None if exact else n < rows for n in numbers]
     if exact or target != "rocm":
-        parts = [
+        taken = [
             Rows(size=size, start=t, column=column, live=live)
             for t, live in zip(starts, lives, strict=True)
         ]
     else:
         # Masked loads cost RDNA 3 the registers it lacks: read the last row again instead.
-        parts = [Rows(size=size, number=jnp.minimum(n, rows - 1), column=column) for n in numbers]
-    one = functools.partial(
-        accumulate, format, weights, lead, row, tile.rows, x_ref=x_ref, groups=parts,
-        blocks=blocks, cols=cols, unroll=tile.unroll, target=target,
-    )  # fmt: skip
+        taken = [Rows(size=size, number=jnp.minimum(n, rows - 1), column=column) for n in numbers]
+
+    def one(first: Any) -> list[Array]:
+        accs = accumulate(
+            part.format, weights, lead, row, tile.rows, x_ref=x_ref, groups=taken, first=first,
+            blocks=blocks, cols=cols, unroll=tile.unroll, target=target,
+        )  # fmt: skip
+        return [finish(part.format, weights, lead, acc) for acc in accs]
+
     if in_grid:
-        totals = one(first=pl.program_id(1) * blocks)
+        totals = one(split * blocks)
     else:
-        totals = one(first=0)
-        if splits > 1:
+        totals = one(0)
+        if part.splits > 1:
 
             def add(s: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
-                more = one(first=s * blocks)
-                return tuple(a + b for a, b in zip(totals, more, strict=True))
+                return tuple(a + b for a, b in zip(totals, one(s * blocks), strict=True))
 
-            totals = list(lax.fori_loop(1, splits, add, tuple(totals)))
+            totals = list(lax.fori_loop(1, part.splits, add, tuple(totals)))
     for start, live, total in zip(starts, lives, totals, strict=True):
-        y = finish(format, weights, lead, total).T.astype(out_ref.dtype)
         at: tuple[Any, ...] = (pl.ds(start, size), pl.ds(row, tile.rows))
         if len(out_ref.shape) == 3:
-            at = (pl.program_id(1), *at)
+            at = (split, *at)
         mask = None if live is None else live[:, None]
-        plgpu.store(out_ref.at[at], y, mask=mask)
+        plgpu.store(out_ref.at[at], total.T.astype(out_ref.dtype), mask=mask)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -447,7 +566,7 @@ def _tiles(
         else:
             inside = (k0 + jnp.arange(width, dtype=jnp.int32) < cols)[None, :]
             w = plgpu.load(ref, mask=jnp.broadcast_to(inside, (rows, width)), other=0.0)
-        yield _addends(w), None
+        yield addends(w), None
 
 
 def _width(format: str, target: decode.Target) -> int:
@@ -455,7 +574,7 @@ def _width(format: str, target: decode.Target) -> int:
     return decode.tile_width(target) // (2 if format == "float32" else 1)
 
 
-def _addends(w: Array) -> list[Array]:
+def addends(w: Array) -> list[Array]:
     """bfloat16 arrays that add up to `w` (exactly, for float32: three), smallest first."""
     if w.dtype == jnp.bfloat16:
         return [w]

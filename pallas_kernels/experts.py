@@ -68,10 +68,6 @@ def default_tile(t: int, target: decode.Target) -> Tile:
     return Tile(up_rows=32, up_warps=1, down_rows=32, down_warps=1)
 
 
-DOWN_SPLITS = 1
-"""Parts of K in the down product; decides the result's bits."""
-
-
 def experts(
     x_TM: Array,
     ids_TS: Array,
@@ -112,6 +108,43 @@ def experts(
         return reference(
             x_TM, ids_TS, weights_TS, w13, w2, layer=layer, first_expert=first_expert, limit=limit
         )
+    target = backend_lib.target(backend)
+    out, ids = launch(
+        x_TM, ids_TS, weights_TS, w13, w2, layer, first_expert, limit, target, tile=tile
+    )
+    # Slots that are not live were never written.
+    return combine(jnp.where(ids.T[:, :, None] >= 0, out, 0.0))
+
+
+def by_slot(
+    x_TM: Array,
+    ids_TS: Array,
+    weights_TS: Array,
+    w13: Weights,
+    w2: Weights,
+    *,
+    layer: int | Array | None = None,
+    first_expert: int | Array = 0,
+    limit: float,
+    backend: Backend,
+    tile: Tile | None = None,
+) -> tuple[Array, Array]:
+    """`experts` before the sum over slots, which whatever comes next makes on the way.
+
+    Args: as of `experts`.
+    Returns: out_STM float32, and int32 [T, S]: negative where a slot adds nothing and its part of
+      `out` holds anything at all.
+    Raises: as `experts`.
+    """
+    backend = backend_lib.require("experts", backend)
+    _check(x_TM, ids_TS, weights_TS, w13, w2, layer)
+    if backend == "reference":
+        y = reference(
+            x_TM, ids_TS, weights_TS, w13, w2, layer=layer, first_expert=first_expert, limit=limit
+        )
+        first = jnp.arange(ids_TS.shape[1], dtype=jnp.int32)[None, :] > 0
+        ids = jnp.where(jnp.broadcast_to(first, ids_TS.shape), -1, 0)
+        return jnp.broadcast_to(y, (ids_TS.shape[1], *y.shape)), ids
     target = backend_lib.target(backend)
     return launch(x_TM, ids_TS, weights_TS, w13, w2, layer, first_expert, limit, target, tile=tile)
 
@@ -219,14 +252,14 @@ def reference(
     # The last row takes what fills up tiles.
     out = jnp.zeros((pairs + 1, x_TM.shape[1]), jnp.float32)
     out = lax.fori_loop(jnp.int32(0), groups.used, tile, out)
-    return combine(out[:pairs].reshape(*ids_TS.shape, -1))
+    return combine(out[:pairs].reshape(*ids_TS.shape, -1).transpose(1, 0, 2))
 
 
-def combine(out_TSM: Array) -> Array:
+def combine(out_STM: Array) -> Array:
     """Sum over slots, first slot first."""
-    y = out_TSM[:, 0]
-    for s in range(1, out_TSM.shape[1]):
-        y = y + out_TSM[:, s]
+    y = out_STM[0]
+    for s in range(1, out_STM.shape[0]):
+        y = y + out_STM[s]
     return y
 
 
@@ -245,8 +278,8 @@ def launch(
     target: decode.Target,
     *,
     tile: Tile | None = None,
-) -> Array:
-    """`experts` by the kernels written for `target`."""
+) -> tuple[Array, Array]:
+    """`by_slot` by the kernels written for `target`."""
     stacked = layer is not None
     first = jnp.asarray(first_expert, jnp.int32)
     scalars = jnp.stack([jnp.asarray(layer if stacked else 0, jnp.int32), first])
@@ -276,22 +309,16 @@ def launch(
     )  # fmt: skip
     h = _call(
         "experts_up", common, w13, x_TM, scalars, routes, out_dtype=x_TM.dtype, limit=limit,
-        shape=(pairs, f), tiles=tiles, n=tile.up_rows, unroll=tile.up_unroll, splits=1,
+        shape=(pairs, f), tiles=tiles, n=tile.up_rows, unroll=tile.up_unroll,
         num_warps=tile.up_warps, num_stages=tile.up_stages,
     )  # fmt: skip
     out = _call(
         "experts_down", common, w2, h, scalars, routes, out_dtype=jnp.float32, limit=None,
-        shape=(DOWN_SPLITS, pairs, m), tiles=tiles, n=tile.down_rows,
-        unroll=tile.down_unroll, splits=DOWN_SPLITS, num_warps=tile.down_warps,
-        num_stages=tile.down_stages,
+        shape=(slots, t, m), tiles=tiles, n=tile.down_rows, unroll=tile.down_unroll,
+        num_warps=tile.down_warps, num_stages=tile.down_stages,
     )  # fmt: skip
-    total = out[0]
-    for s in range(1, DOWN_SPLITS):
-        total = total + out[s]
     local = ids_TS - scalars[1]
-    live = (local >= 0) & (local < num)
-    # Slots that are not live were never written.
-    return combine(jnp.where(live[:, :, None], total.reshape(t, slots, m), 0.0))
+    return out, jnp.where((local >= 0) & (local < num), local, -1)
 
 
 def _group_rows(pairs: int, num: int, most: int) -> int:
@@ -327,25 +354,23 @@ def _call(
     tiles: int,
     n: int,
     unroll: int,
-    splits: int,
     num_warps: int,
     num_stages: int,
 ) -> Array:
     format, (rows, cols) = kernel_format(name, w), w.shape[-2:]
-    step = block_of(format) * unroll * splits
+    step = block_of(format) * unroll
     if rows % n or -(-cols // block_of(format)) * block_of(format) % step:
         raise NotImplementedError(
             f"{name}: {format} [{rows}, {cols}] needs N a multiple of {n} and K of {step}"
         )
     names, arrays = operands(w)
     kernel = functools.partial(
-        _kernel, c=common, format=format, names=names, n=n, unroll=unroll, splits=splits, cols=cols,
-        limit=limit,
-    )  # fmt: skip
+        _kernel, c=common, format=format, names=names, n=n, unroll=unroll, cols=cols, limit=limit
+    )
     y: Array = backend_lib.pallas(
         kernel,
         name=f"{name}_{format}",
-        grid=(rows // n, tiles, splits),
+        grid=(rows // n, tiles),
         out_shape=jax.ShapeDtypeStruct(shape, out_dtype),
         num_warps=num_warps,
         num_stages=num_stages,
@@ -361,15 +386,14 @@ def _kernel(
     names: list[str],
     n: int,
     unroll: int,
-    splits: int,
     cols: int,
     limit: float | None,
 ) -> None:
     scalars_ref, used_ref, expert_ref, pair_ref, weight_ref, x_ref, *weight_refs, out_ref = refs
     weights = dict(zip(names, weight_refs, strict=True))
     # Read here: emulation knows program numbers at the top level only.
-    column, group_, split = (pl.program_id(i) for i in range(3))
-    blocks = -(-cols // block_of(format)) // splits
+    column, group_ = (pl.program_id(i) for i in range(2))
+    blocks = -(-cols // block_of(format))
 
     @pl.when(group_ < plgpu.load(used_ref.at[jnp.int32(0)]))
     def _() -> None:
@@ -387,7 +411,7 @@ def _kernel(
                 Rows(size=c.dot_rows, number=p if limit is None else p // c.slots, live=hit)
                 for p, hit in zip(pairs, hits, strict=True)
             ],
-            first=split * blocks, blocks=blocks, cols=cols, unroll=unroll, target=c.target,
+            first=0, blocks=blocks, cols=cols, unroll=unroll, target=c.target,
         )  # fmt: skip
         for pair, hit, acc in zip(pairs, hits, totals, strict=True):
             y = finish(format, weights, lead, acc)
@@ -398,7 +422,8 @@ def _kernel(
             at: tuple[Any, ...] = grid_index(pair, column * width, width)
             mask = jnp.broadcast_to(hit[:, None], at[0].shape)
             if limit is None:
-                at = (jnp.broadcast_to(split, at[0].shape), *at)
+                slots = jnp.full(at[0].shape, c.slots, jnp.int32)
+                at = (lax.rem(at[0], slots), lax.div(at[0], slots), at[1])
             plgpu.store(out_ref.at[at], y.T.astype(out_ref.dtype), mask=mask)
 
 
