@@ -24,10 +24,12 @@ Backend = Literal["reference", "interpret", "triton"]
 
 Platform = Literal["cpu", "cuda", "rocm"]
 
-KERNELS: frozenset[str] = frozenset({"attention", "compressor", "dense", "experts", "indexer"})
+KERNELS: frozenset[str] = frozenset(
+    {"attention", "compressor", "dense", "experts", "indexer", "qkv", "router", "streams"}
+)
 """Operations that have a kernel."""
 
-OPS: frozenset[str] = KERNELS | {"hyper", "norm", "router"}
+OPS: frozenset[str] = KERNELS
 """All operations that take a backend."""
 
 T = TypeVar("T")
