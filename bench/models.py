@@ -33,6 +33,15 @@ MID = ModelConfig(
 )  # fmt: skip
 """Every layer kind, 480 million weights, 122 million of them read per token."""
 
+FLASH = ModelConfig(
+    vocab_size=129280, hidden_size=4096, num_layers=43, num_heads=64, head_dim=512,
+    rope_head_dim=64, q_lora_rank=1024, o_groups=8, o_lora_rank=1024, sliding_window=128,
+    compress_ratios=(0, 0, *(4, 128) * 20, 4), index_num_heads=64, index_head_dim=128,
+    index_topk=512, num_experts=256, num_experts_per_tok=6, moe_intermediate_size=2048,
+    num_hash_layers=3, swiglu_limits=(10.0,) * 43, shared_swiglu_limits=(10.0,) * 43,
+)  # fmt: skip
+"""DeepSeek-V4-Flash as published."""
+
 MID_TYPES: dict[TensorClass, str] = {
     "experts_gate_up": "mxfp4", "experts_down": "mxfp4", "attention": "q8_0", "shared": "q8_0",
     "head": "q8_0", "embedding": "q8_0", "compressor": "q8_0", "indexer": "q8_0",
@@ -99,13 +108,17 @@ class Traffic:
 
 
 def traffic(
-    model: Loaded, routes: Mapping[int, npt.NDArray[np.int32]], positions: Sequence[int]
+    model: Loaded,
+    routes: Mapping[int, npt.NDArray[np.int32]],
+    positions: Sequence[int],
+    *,
+    itemsize: int = 4,
 ) -> Traffic:
     """What one step over these rows reads.
 
     Args:
         routes: per layer the experts that its rows took, int32 [rows, k].
-        positions: of the rows.
+        positions: of the rows. itemsize: bytes of a number in the cache.
     """
     rows = len(positions)
     dense = _bytes(model.params.top["head"]) + sum(
@@ -122,7 +135,7 @@ def traffic(
         distinct.append(len(np.unique(taken)))
         per_row += own + expert * taken.shape[1]
         unique += own + expert * distinct[-1]
-    cache = sum(_cache_bytes(model.cfg, p) for p in positions)
+    cache = itemsize * sum(_cache_numbers(model.cfg, p) for p in positions)
     return Traffic(rows * per_row + cache, unique + cache, float(np.mean(distinct)))
 
 
@@ -140,8 +153,8 @@ def _bytes(leaf: Any) -> int:
     return sum(a.nbytes for a in jax.tree.leaves(leaf))
 
 
-def _cache_bytes(cfg: ModelConfig, pos: int) -> int:
-    """Float32 numbers that attention and indexer read for one row."""
+def _cache_numbers(cfg: ModelConfig, pos: int) -> int:
+    """Numbers that attention and indexer read for one row."""
     total = 0
     for ratio in cfg.compress_ratios:
         total += min(pos + 1, cfg.sliding_window) * cfg.head_dim
@@ -151,4 +164,4 @@ def _cache_bytes(cfg: ModelConfig, pos: int) -> int:
             total += seen * cfg.index_head_dim if seen > cfg.index_topk else 0
         else:
             total += seen * cfg.head_dim
-    return 4 * total
+    return total
