@@ -2,8 +2,9 @@
 
 Lowers a kernel for ROCm with JAX, hands its Triton IR to the Triton package's HIP compiler and
 reads the assembly: registers, spills, scratch, shared memory, widths of loads, matrix instructions.
-The gate in `tests/test_amd.py` is built on it, and `python -m bench.amd_isa --json OUT` writes the
-figures (`--table` prints the documentation's table from such a file). Nothing here is a time.
+The gate in `tests/test_amd.py` is built on it. `python -m bench.amd_isa` writes docs/amd_isa.md;
+`--json OUT` keeps the figures, `--table FILE` makes the page from such a file. Nothing here is a
+time; what the page says about arithmetic and bandwidth is an estimate from instruction counts.
 """
 
 from __future__ import annotations
@@ -22,10 +23,44 @@ import jax
 import jax.numpy as jnp
 from jax._src.pallas.triton import lowering as triton_lowering
 
-from pallas_kernels import decode, dense, experts, packing
+from pallas_kernels import (
+    cached_attention,
+    compressed_rows,
+    decode,
+    dense,
+    experts,
+    packing,
+    qkv,
+    router,
+    row_selection,
+    streams,
+)
 
 ARCHS = ("gfx1151", "gfx1201", "gfx942", "gfx950")
 """RDNA 3.5 (Strix Halo), RDNA 4 (R9700), CDNA 3 and 4 (MI300, MI350)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Peak rates of a device, from its data sheet: an estimate is made with them, no measurement.
+
+    Attributes:
+      GBps: memory bandwidth. issues: 10^9 vector instructions of a wave per second.
+      matrix_cycles: issue slots that a matrix instruction takes, about.
+    """
+
+    device: str
+    GBps: float
+    issues: float
+    matrix_cycles: int
+
+
+RATES = {
+    "gfx1151": Rates("Radeon 8060S (40 CU, 2.9 GHz)", 256, 40 * 2 * 2.9, 32),
+    "gfx1201": Rates("R9700 (64 CU, 2.9 GHz)", 640, 64 * 2 * 2.9, 16),
+    "gfx942": Rates("MI300X (304 CU, 2.1 GHz)", 5300, 304 * 4 * 2.1 / 4, 4),
+    "gfx950": Rates("MI350X (256 CU, 2.2 GHz)", 8000, 256 * 4 * 2.2 / 4, 4),
+}
 
 LDS_LIMIT = 64 << 10
 """Shared memory of a workgroup, bytes (gfx950 has more)."""
@@ -56,6 +91,19 @@ class Figures:
     loads: dict[str, int]
     matrix: dict[str, int]
     code_bytes: int
+    loop: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of one pass of one wave through the loop that loads most (or all of it, without a loop):
+    vector instructions, matrix instructions, bytes loaded."""
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """What bounds the loop on paper, and time of arithmetic over time of loading."""
+        rates = RATES[self.arch]
+        slots = self.loop.get("vector", 0) + rates.matrix_cycles * self.loop.get("matrix", 0)
+        arithmetic = slots / rates.issues
+        loading = self.loop.get("bytes", 0) / rates.GBps
+        ratio = arithmetic / loading if loading else float("inf")
+        return ("arithmetic" if ratio > 1 else "bandwidth"), ratio
 
     def problems(self, *, weight_bits: int = 64, matrix: bool = True) -> list[str]:
         """What breaks the rules: spills, scratch, LDS, narrow weight loads, no matrix unit."""
@@ -173,7 +221,33 @@ def read(name: str, arch: str, asm: str, lds: int) -> Figures:
         loads=loads,
         matrix=matrix,
         code_bytes=int(code.group(1)) if code else 0,
+        loop=_loop(asm, 64 if arch.startswith("gfx9") else 32),
     )
+
+
+def _loop(asm: str, wave: int) -> dict[str, int]:
+    """Counts of the innermost loop that loads most; of everything if nothing loops."""
+    lines = asm[: asm.find(".section\t.rodata")].splitlines()
+    labels = {
+        m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"(\.LBB\w+):", line))
+    }
+    spans = [(0, len(lines))]
+    for i, line in enumerate(lines):
+        jump = re.match(r"\s+s_c?branch\w*\s+(\.LBB\w+)", line)
+        if jump and labels.get(jump.group(1), i) < i:
+            spans.append((labels[jump.group(1)], i))
+    inner = [s for s in spans if not any(s[0] <= o[0] and o[1] <= s[1] and o != s for o in spans)]
+    found = []
+    for first, last in inner or spans:
+        names = re.findall(
+            r"^\s+((?:v|global|buffer|flat)_\w+)", "\n".join(lines[first:last]), re.M
+        )
+        loads = [n for n in names if re.match(r"(global|buffer|flat)_load", n)]
+        matrix = sum("mfma" in n or "wmma" in n for n in names)
+        vector = sum(n.startswith("v_") for n in names) - matrix
+        nbytes = sum(_bits(n) for n in loads) * wave // 8
+        found.append({"vector": vector, "matrix": matrix, "bytes": nbytes})
+    return max(found, key=lambda f: f["bytes"])
 
 
 # --- The kernels that are looked at ---
@@ -209,8 +283,173 @@ def expert_kernels(up: str, down: str, rows: int, num: int = 32) -> list[Kernel]
     )  # fmt: skip
 
 
+def several_kernel(rows: int) -> list[Kernel]:
+    """The projections of a layer of ratio 4: matrices of three types in one kernel."""
+    of, k = jax.ShapeDtypeStruct, 4096
+    ws = [packing.abstract("rocmfp4", (2,), n, k) for n in (1024, 512)]
+    ws += [packing.abstract("q8_0", (2,), 1024, k)]
+    ws += [of((2, n, k), jnp.float32) for n in (256, 64)]
+    return lower(
+        lambda x, layer, *w: dense.launch_several(x, w, layer, jnp.float32, "rocm"),
+        of((rows, k), jnp.bfloat16), of((), jnp.int32), *ws,
+    )  # fmt: skip
+
+
+def step_kernels(rows: int) -> list[Kernel]:
+    """The small kernels of a layer at the real model's sizes."""
+    of, f32 = jax.ShapeDtypeStruct, jnp.float32
+    i32, bf16, (n, d, layers) = jnp.int32, jnp.bfloat16, (4, 4096, 2)
+    sizes = streams.Sizes(n=n, iters=20, hc_eps=1e-6, rms_eps=1e-6)
+    p = streams.Pending(
+        of((rows, n * d), bf16), (of((6, rows, d), f32), of((8, rows, d), f32)),
+        of((rows, 6), i32), of((rows, n), f32), of((rows, n, n), f32),
+    )  # fmt: skip
+    entries = (2 + n) * n
+
+    def stream(p: Any, fn: Any, scale: Any, base: Any, w: Any, layer: Any) -> Any:
+        x, mixed = streams.launch_mix(p, fn, layer, interpret=False)
+        args = (x, mixed, scale, base, w, layer, sizes)
+        return (
+            streams.launch_read(*args, head=False, interpret=False),
+            streams.launch_read(*args, head=True, interpret=False),
+        )
+
+    layer = of((), i32)
+    found = lower(
+        stream, p, of((layers, entries, n * d), f32), of((layers, 3), f32),
+        of((layers, entries), f32), of((layers, d), f32), layer,
+    )  # fmt: skip
+    part = lambda s, n: of((s, rows, n), f32)  # noqa: E731
+    projected = qkv.Projected(
+        part(8, 1024), part(8, 512),
+        (qkv.Compress(part(8, 1024), part(8, 1024), of((layers, 4, 1024), f32)),
+         qkv.Compress(part(8, 256), part(8, 256), of((layers, 4, 256), f32))),
+        part(8, 64),
+    )  # fmt: skip
+    cs = of((rows, 2, 32), f32)
+
+    def between(p: Any, a: Any, b: Any, raw: Any, slot: Any, pos: Any, cs: Any, layer: Any) -> Any:
+        return qkv.launch_inputs(
+            p, a, b, raw, slot, pos, cs, layer, layer, True, 0.1, 1e-6, interpret=False
+        )
+
+    found += lower(
+        between, projected, of((layers, 1024), f32), of((layers, 512), f32),
+        of((layers, 7, 144, 512), bf16), of((rows,), i32), of((rows,), i32), cs, layer,
+    )  # fmt: skip
+    found += lower(
+        lambda q, iq, cs: qkv.launch_heads(
+            (q, iq), cs, ((512, True), (128, False)), 1e-6, interpret=False
+        ),
+        part(1, 64 * 512), part(2, 64 * 128), cs,
+    )  # fmt: skip
+
+    def route(gate: Any, g: Any, u: Any, bias: Any, token: Any, live: Any, layer: Any) -> Any:
+        return router.launch(
+            gate, router.Shared(g, u, 10.0), bias, None, token, live, layer, 6, 1.5, True,
+            interpret=False,
+        )  # fmt: skip
+
+    found += lower(
+        route, part(8, 256), part(8, 2048), part(8, 2048), of((layers, 256), f32),
+        of((rows,), i32), of((rows,), bool), layer,
+    )  # fmt: skip
+    return found
+
+
+def attention_kernels(rows: int, ratio: int, *, chunk: bool = False) -> list[Kernel]:
+    """Attention over the cache at the real model's sizes and 32,768 tokens; the pools are as large
+    as a device holds, so that offsets take 64 bits."""
+    of, bf16, i32, pages = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.int32, 8193
+    row, comp = of((rows,), i32), None
+    step = (of((rows, 512), bf16), row) if chunk else ()
+    window = cached_attention.Window(of((43, 9, 144, 512), bf16), of((), i32), row, row, *step)
+    if ratio:
+        comp = cached_attention.Compressed(
+            of((21, pages * (128 // ratio), 512), bf16), of((), i32), of((9, 256), i32), row,
+            of((rows, 512), i32) if ratio == 4 else None,
+        )  # fmt: skip
+
+    def attend(q: Any, sink: Any, window: Any, comp: Any, layer: Any, cs: Any) -> Any:
+        return cached_attention.launch(q, sink, window, comp, layer, 128, cs, "rocm")
+
+    found = lower(
+        attend, of((rows, 64, 512), bf16), of((2, 64), jnp.float32), window, comp, of((), i32),
+        of((rows, 2, 32), jnp.float32),
+    )  # fmt: skip
+    kind = f"ratio {ratio}" + (" chunk" if chunk else "")
+    return [dataclasses.replace(k, name=f"{k.name}/{kind}") for k in found]
+
+
+def indexer_kernels(rows: int, tokens: int = 32768) -> list[Kernel]:
+    """Index scores and the best 512 of a history of `tokens`."""
+    of, bf16, i32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.int32
+
+    def select(q: Any, w: Any, k: Any, layer: Any, table: Any, slot: Any, visible: Any) -> Any:
+        return row_selection.launch(q, w, k, layer, table, slot, visible, 512, "rocm")
+
+    return lower(
+        select, of((rows, 64, 128), bf16), of((rows, 64), jnp.float32),
+        of((21, 8193 * 32, 128), bf16), of((), i32), of((9, tokens // 128), i32), of((rows,), i32),
+        of((rows,), i32),
+    )  # fmt: skip
+
+
+def compressor_kernels(rows: int, ratio: int, *, chunk: bool = False) -> list[Kernel]:
+    """The compressors of a layer at the real model's sizes."""
+    of, f32, i32, overlap = jax.ShapeDtypeStruct, jnp.float32, jnp.int32, 2 if ratio == 4 else 1
+    states = tuple(
+        compressed_rows.State(
+            of((21, 9, 128 // ratio + 16, 2, overlap * d), f32),
+            of((21, 8193 * (128 // ratio), d), jnp.bfloat16), of((rows, 2, overlap * d), f32),
+            of((2, d), f32),
+        )
+        for d in ((512, 128) if ratio == 4 else (512,))
+    )  # fmt: skip
+
+    def update(states: Any, at: Any, table: Any, cs: Any, layer: Any, index: Any) -> Any:
+        return compressed_rows.launch(
+            states, at, table, cs, layer, index, ratio, 1e-6, chunk, "rocm"
+        )
+
+    found = lower(
+        update, states, compressed_rows.Rows(*[of((rows,), i32)] * 4), of((9, 256), i32),
+        of((rows, 2, 32), f32), of((), i32), of((), i32),
+    )  # fmt: skip
+    return [dataclasses.replace(k, name=f"{k.name}/ratio {ratio}") for k in found]
+
+
+def cache_kernels(rows: int) -> Iterator[Kernel]:
+    """The kernels of a layer that read and write the cache; chunks from 17 rows on."""
+    chunk = rows > 16
+    for ratio in (0, 4, 128):
+        yield from attention_kernels(rows, ratio, chunk=chunk)
+    for ratio in (4, 128):
+        yield from compressor_kernels(rows, ratio, chunk=chunk)
+    for tokens in (32768, 1 << 20):
+        for k in indexer_kernels(rows, tokens):
+            yield dataclasses.replace(k, name=f"{k.name}/{tokens} tokens")
+
+
+SMALL = (
+    "streams", "qkv", "router", "experts_plan", "attention_merge", "indexer_pick", "compressor",
+)  # fmt: skip
+"""Kernels that read neither weights nor keys."""
+
+
+def rules(kernel: Kernel | Figures) -> dict[str, Any]:
+    """What `Figures.problems` asks of a kernel."""
+    name = kernel.name if isinstance(kernel, Kernel) else kernel.kernel
+    if not name.startswith(SMALL):
+        return {}
+    return {"weight_bits": 32, "matrix": name.startswith("streams_mix")}
+
+
 def all_kernels() -> Iterator[Kernel]:
     """Every kernel with its default tile: all formats, few and many rows."""
+    for rows in (8, 256):
+        for k in (*several_kernel(rows), *step_kernels(rows), *cache_kernels(rows)):
+            yield dataclasses.replace(k, name=f"{k.name}/{rows} rows")
     for format in (*sorted(decode.DECODABLE), *dense.PLAIN):
         for rows in (8, 256):
             for k in dense_kernel(format, rows):
@@ -224,50 +463,80 @@ def all_kernels() -> Iterator[Kernel]:
 def table(figures: list[Figures]) -> str:
     """The documentation's table, Markdown."""
     lines = [
-        "| kernel | target | VGPRs | LDS bytes | code bytes | instructions | widest load |"
-        " matrix instructions |",
-        "|---|---|---:|---:|---:|---:|---:|---|",
+        "| kernel | target | VGPRs | spills | LDS bytes | code bytes | loads by bits |"
+        " matrix instructions | bound, ratio |",
+        "|---|---|---:|---:|---:|---:|---|---|---|",
     ]
     for f in figures:
-        widest = max((_bits(n) for n in f.loads), default=0)
+        widths: dict[int, int] = {}
+        for name, count in f.loads.items():
+            widths[_bits(name)] = widths.get(_bits(name), 0) + count
+        loads = ", ".join(f"{bits}: {widths[bits]}" for bits in sorted(widths, reverse=True))
         matrix = ", ".join(f"{n} x {c}" for n, c in sorted(f.matrix.items())) or "-"
+        what, ratio = f.bound
         lines.append(
-            f"| {f.kernel} | {f.arch} | {f.vgprs} | {f.lds_bytes} | {f.code_bytes} |"
-            f" {f.instructions} | {widest} | {matrix} |"
+            f"| {f.kernel} | {f.arch} | {f.vgprs} | {f.vgpr_spills} | {f.lds_bytes} |"
+            f" {f.code_bytes} | {loads} | {matrix} | {what}, {ratio:.2f} |"
         )
     return "\n".join(lines)
 
 
+PAGE = """# Machine code for AMD
+
+Written by `python -m bench.amd_isa`: every kernel, lowered for ROCm by JAX {jax} and compiled by
+the HIP backend of Triton {triton}. No AMD device was involved, nothing here is a time; the Triton
+inside XLA is another version, so registers and schedules on a real machine can differ.
+
+*Bound* is an estimate for the loop that loads most: its vector instructions (a matrix instruction
+counts as several) at one per cycle and SIMD, over its loaded bytes, activations included, at full
+bandwidth. Below 1 bandwidth bounds the loop on paper, above it arithmetic does. Taken for
+{devices}. Kernels that read no weights are short: launch and latency bound them, whatever the
+ratio.
+
+{table}
+"""
+
+
+def page(report: dict[str, Any]) -> str:
+    """docs/amd_isa.md from a report."""
+    devices = ", ".join(f"{k}: {r.device}, {r.GBps:.0f} GB/s" for k, r in RATES.items())
+    figures = [Figures(**r) for r in report["kernels"]]
+    return PAGE.format(
+        jax=report["jax"], triton=report["triton"], devices=devices, table=table(figures)
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--table", type=Path, help="print the Markdown table of such a file")
+    parser = argparse.ArgumentParser(prog="bench.amd_isa", description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--table", type=Path, help="make the page from such a file")
+    parser.add_argument("--page", type=Path, default=Path("docs/amd_isa.md"))
     args = parser.parse_args(argv)
     if args.table:
-        rows = json.loads(args.table.read_text(encoding="utf-8"))["kernels"]
-        print(table([Figures(**r) for r in rows]))
+        report = json.loads(args.table.read_text(encoding="utf-8"))
+        args.page.write_text(page(report), encoding="utf-8")
         return 0
+    import triton
+
     figures = []
     bad = 0
     for kernel in all_kernels():
         for arch in ARCHS:
             f = compile_for(kernel, arch)
             figures.append(f)
-            plan = "plan" in kernel.name
-            for problem in f.problems(matrix=not plan, weight_bits=32 if plan else 64):
+            for problem in f.problems(**rules(f)):
                 bad += 1
                 print(f"{f.kernel} on {arch}: {problem}", file=sys.stderr)
+    report = {
+        "schema": 1,
+        "jax": jax.__version__,
+        "triton": triton.__version__,
+        "kernels": [dataclasses.asdict(f) for f in figures],
+    }
     if args.json:
-        import triton
-
-        report = {
-            "schema": 1,
-            "jax": jax.__version__,
-            "triton": triton.__version__,
-            "kernels": [dataclasses.asdict(f) for f in figures],
-        }
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    args.page.write_text(page(report), encoding="utf-8")
     return 1 if bad else 0
 
 

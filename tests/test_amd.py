@@ -7,6 +7,7 @@ of them and every entry of the tile tables.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from importlib import resources
 from typing import Any
@@ -22,8 +23,7 @@ pytest.importorskip("triton", reason="the Triton package compiles for AMD (extra
 def check(kernel: amd_isa.Kernel, arch: str) -> amd_isa.Figures:
     """Compiles and applies the gate."""
     figures = amd_isa.compile_for(kernel, arch)
-    plan = "plan" in kernel.name
-    problems = figures.problems(weight_bits=32 if plan else 64, matrix=not plan)
+    problems = figures.problems(**amd_isa.rules(kernel))
     assert not problems, f"{kernel.name} on {arch}: {'; '.join(problems)}"
     return figures
 
@@ -42,6 +42,69 @@ def test_expert_kernels(arch: str) -> None:
     assert [k.name.split("_")[1] for k in kernels] == ["plan", "up", "down"]
     for kernel in kernels:
         check(kernel, arch)
+
+
+@pytest.mark.parametrize("arch", amd_isa.ARCHS)
+def test_kernels_of_several_matrices(arch: str) -> None:
+    [kernel] = amd_isa.several_kernel(8)
+    check(kernel, arch)
+
+
+@pytest.mark.parametrize("arch", amd_isa.ARCHS)
+def test_small_kernels(arch: str) -> None:
+    kernels = _step_kernels()
+    assert [k.name for k in kernels] == [
+        "streams_mix", "streams_read", "streams_read_head", "qkv_inputs", "qkv_heads", "router",
+    ]  # fmt: skip
+    for kernel in kernels:
+        check(kernel, arch)
+
+
+@functools.cache
+def _step_kernels() -> list[amd_isa.Kernel]:
+    return amd_isa.step_kernels(8)
+
+
+@pytest.mark.parametrize("arch", amd_isa.ARCHS)
+def test_cache_kernels(arch: str) -> None:
+    kernels = _cache_kernels()
+    assert [k.name.split("/")[0] for k in kernels] == [
+        "attention_splits", "attention_merge", "attention", "indexer_score", "indexer_pick",
+        "compressor", "compressor_store",
+    ]  # fmt: skip
+    for kernel in kernels:
+        check(kernel, arch)
+
+
+@functools.cache
+def _cache_kernels() -> list[amd_isa.Kernel]:
+    return [
+        *amd_isa.attention_kernels(8, 4),
+        *amd_isa.attention_kernels(256, 128),
+        *amd_isa.indexer_kernels(8),
+        *amd_isa.compressor_kernels(256, 128, chunk=True),
+    ]
+
+
+def test_the_loop_and_its_bound() -> None:
+    asm = """
+.LBB0_1:
+\tv_add_f32 v0, v1, v2
+\tglobal_load_b128 v[0:3], v4, s[0:1]
+.LBB0_2:
+\tglobal_load_b64 v[0:1], v4, s[0:1]
+\tv_wmma_f32_16x16x16_bf16 v0, v1, v2
+\tv_mul_f32 v0, v1, v2
+\ts_cbranch_scc0 .LBB0_2
+\ts_cbranch_scc1 .LBB0_1
+.section\t.rodata
+"""
+    found = amd_isa._loop(asm, 32)
+    assert found == {"vector": 1, "matrix": 1, "bytes": 256}
+    figures = amd_isa.Figures("k", "gfx1151", 9, 9, 0, 0, 0, 9, {}, {}, 9, found)
+    assert figures.bound[0] == "bandwidth"
+    slow = dataclasses.replace(figures, loop={"vector": 10_000, "matrix": 1, "bytes": 256})
+    assert slow.bound[0] == "arithmetic"
 
 
 def test_the_gate_sees_what_is_wrong() -> None:
