@@ -47,13 +47,14 @@ Progress = Callable[[str, int, int, float], None]
 
 
 class CompileCounter:
-    """Counts the backend compilations of this process, by JAX's own monitoring events."""
+    """Counts compilations and traces of this process, by JAX's own monitoring events."""
 
     _shared: CompileCounter | None = None
 
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
+        self.traces = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @classmethod
@@ -67,6 +68,8 @@ class CompileCounter:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
             self.seconds += duration_secs
+        elif event == "/jax/core/compile/jaxpr_trace_duration":
+            self.traces += 1
 
 
 @dataclass
@@ -164,7 +167,8 @@ class DeviceExecutor:
         self._counter = CompileCounter.shared()
         self._compiles_before = self._counter.count
         self._seconds_before = self._counter.seconds
-        self._ready_compiles: int | None = None
+        self._ready: tuple[int, int] | None = None  # compilations and traces until then
+        self._by_program: dict[str, tuple[int, float]] = {}  # compilations, seconds
         self._host_syncs = 0
         self._cache, self._lane_params = self._fresh_state()
 
@@ -208,10 +212,8 @@ class DeviceExecutor:
         """
         names: list[tuple[str, Callable[[], Any]]] = []
         for bucket in self.buckets():
-            kind = "prefill" if bucket.prefill else "rows"
-            program = functools.partial(self._step_program, bucket)
-            names.append((f"{kind} {bucket.rows} {bucket.sampler}", program))
-        names.append(("lane", self._open_program))
+            names.append((_label(bucket), functools.partial(self._step_program, bucket)))
+        names.append(("open", self._open_program))
         if snapshots:
             names += [(k, functools.partial(self._snapshot_program, k)) for k in _SNAPSHOT_PROGRAMS]
         for i, (name, make) in enumerate(names):
@@ -219,7 +221,7 @@ class DeviceExecutor:
             make()
             if progress is not None:
                 progress(name, i + 1, len(names), time.perf_counter() - start)
-        self._ready_compiles = self._counter.count
+        self._ready = (self._counter.count, self._counter.traces)
 
     @property
     def num_programs(self) -> int:
@@ -228,8 +230,13 @@ class DeviceExecutor:
 
     def _compiled(self, key: Any, fn: Any, donate: tuple[int, ...], *args: Any) -> Any:
         if key not in self._programs:
+            count, seconds = self._counter.count, self._counter.seconds
             jitted = jax.jit(fn, donate_argnums=donate)
             self._programs[key] = jitted.lower(*_abstract(args)).compile()
+            known = self._by_program.get(_label(key), (0, 0.0))
+            self._by_program[_label(key)] = (
+                known[0] + self._counter.count - count, known[1] + self._counter.seconds - seconds,
+            )  # fmt: skip
         return self._programs[key]
 
     def _step_program(self, bucket: Bucket) -> Any:
@@ -251,6 +258,8 @@ class DeviceExecutor:
         return min(SNAPSHOT_PAGES, self.run.pages_per_slot)
 
     def _snapshot_program(self, name: str) -> Any:
+        if name in self._programs:  # the shapes below cost a trace
+            return self._programs[name]
         zero, pages = np.int32(0), np.zeros(self._move_pages, np.int32)
         cache = self._cache
         fn = getattr(step, name)
@@ -347,7 +356,7 @@ class DeviceExecutor:
         if not state.decoding:
             raise PlanError(f"{lane} does not decode")
         pages = self._pages.owned(lane.slot)[: pages_for(state.length)]
-        moved = sum(a.nbytes for a in self._slot_shapes()) + len(pages) * self._page_bytes()
+        moved = self._slot_bytes() + len(pages) * self._page_bytes()
         snapshot = None
         if self._snapshot_bytes + moved <= self.run.snapshot_bytes:
             data = self._snapshot_program("take_slot")(self._cache, np.int32(lane.slot))
@@ -364,11 +373,12 @@ class DeviceExecutor:
         self.retire(lane)
         return snapshot
 
-    def _slot_shapes(self) -> list[Any]:
-        return [
-            np.empty(a.shape, a.dtype)
-            for a in jax.eval_shape(step.take_slot, self._cache, np.int32(0)).values()
-        ]
+    def _slot_bytes(self) -> int:
+        shapes = cache_lib.shapes(self.cfg, self.run)
+        rings = sum(
+            shapes[k].size // shapes[k].shape[1] * shapes[k].dtype.itemsize for k in step.SLOTTED
+        )
+        return rings + 4 * (self.run.max_ctx + 1) + 4  # token history, length
 
     def _page_bytes(self) -> int:
         shapes = cache_lib.shapes(self.cfg, self.run)
@@ -376,6 +386,33 @@ class DeviceExecutor:
             shapes[k].size // shapes[k].shape[1] * per_page * shapes[k].dtype.itemsize
             for k, per_page in step.PAGED.items()
         )
+
+    def fork(self, source: LaneRef, targets: Sequence[LaneRef], length: int) -> bool:
+        """See `plan.Executor`. False where the programs of `park` and `restore` were left out."""
+        given = self._lane(source)
+        plan_lib.check_fork(length, self._limits.chunk_tokens, len(given.spec.known_tokens))
+        for ref in targets:
+            lane = self._lane(ref)
+            same = np.array_equal(lane.spec.known_tokens, given.spec.known_tokens)
+            if given.decoding or given.length != length or lane.length or not same:
+                raise PlanError(f"{ref} cannot go on from {source} at position {length}")
+        if not all(name in self._programs for name in _SNAPSHOT_PROGRAMS):
+            return False
+        data = self._snapshot_program("take_slot")(self._cache, np.int32(source.slot))
+        count = pages_for(length)
+        blocks = list(self._page_blocks(self._pages.owned(source.slot)[:count]))
+        for ref in targets:
+            where = np.int32(ref.slot)
+            self._cache = self._snapshot_program("put_slot")(self._cache, where, data)
+            own = self._page_blocks(self._pages.owned(ref.slot)[:count])
+            for (first, block), (_, theirs) in zip(own, blocks, strict=True):
+                part = self._snapshot_program("take_pages")(self._cache, theirs)
+                self._cache = self._snapshot_program("put_pages")(
+                    self._cache, where, np.int32(first), block, part
+                )
+            self._lane(ref).length = length
+            self._pages.advance(ref.slot, length, decoding=False)
+        return True
 
     def restore(self, spec: LaneSpec, snapshot: Any) -> LaneRef | None:
         """See `plan.Executor`."""
@@ -475,14 +512,20 @@ class DeviceExecutor:
         return PageCounts(total=self.run.pages, free=self._pages.free, owned=owned)
 
     def counters(self) -> Mapping[str, float]:
-        """See `plan.Executor`."""
-        ready = self._counter.count if self._ready_compiles is None else self._ready_compiles
-        return {
-            "compiles": float(self._counter.count - self._compiles_before),
-            "compile_seconds": self._counter.seconds - self._seconds_before,
-            "compiles_after_ready": float(self._counter.count - ready),
+        """See `plan.Executor`; besides, by program: "compiles:NAME" and "compile_seconds:NAME"."""
+        counter = self._counter
+        ready = self._ready or (counter.count, counter.traces)
+        out = {
+            "compiles": float(counter.count - self._compiles_before),
+            "compile_seconds": counter.seconds - self._seconds_before,
+            "compiles_after_ready": float(counter.count - ready[0]),
+            "traces_after_ready": float(counter.traces - ready[1]),
             "host_syncs": float(self._host_syncs),
         }
+        for name, (count, seconds) in self._by_program.items():
+            out[f"compiles:{name}"] = float(count)
+            out[f"compile_seconds:{name}"] = seconds
+        return out
 
     def memory_plan(self) -> Mapping[str, int]:
         """See `plan.Executor`."""
@@ -536,6 +579,13 @@ def planned_bytes(cfg: ModelConfig, run: RuntimeConfig, params: Any) -> dict[str
         "lanes": sum(s.size * s.dtype.itemsize for s in lanes),
         "weights": weights,
     }
+
+
+def _label(key: Any) -> str:
+    """Name of a program for people and metrics."""
+    if isinstance(key, Bucket):
+        return f"{'prefill' if key.prefill else 'rows'} {key.rows} {key.sampler}"
+    return str(key)
 
 
 def _abstract(tree: Any) -> Any:

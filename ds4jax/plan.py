@@ -6,8 +6,9 @@ sampling. This module is all that they share. It holds no policy, no arrays of a
 Life of a lane (one candidate of one request), as the executor sees it:
 
     admit -> step(chunk)... -> step(decode)... -> retire
-                                   |  suspend / resume   (pages stay, no rows)
-                                   |  park -> restore    (pages go; same bytes afterwards)
+               |                   |  suspend / resume   (pages stay, no rows)
+               |                   |  park -> restore    (pages go; same bytes afterwards)
+               |  fork                                   (its chunks, given to other lanes)
 
 Positions are absolute: BOS is 0, the first sampled token of a prompt of N tokens has position N.
 Steps run in the order of their dispatch; `step` returns at once and the next step is usually
@@ -284,6 +285,19 @@ class Executor(Protocol):
         """
         ...
 
+    def fork(self, source: LaneRef, targets: Sequence[LaneRef], length: int) -> bool:
+        """Give lanes without rows what another one has computed of the prompt that they share.
+
+        `length`: positions that `source` has; a multiple of `chunk_tokens`, before the end of its
+        prompt. Afterwards the targets are as if they had computed these chunks themselves.
+
+        Returns: False if this executor cannot; nothing was changed.
+
+        Raises:
+            PlanError: a lane in another state, or with another prompt.
+        """
+        ...
+
     def plan_limits(self, decode: Sequence[LaneRef]) -> PlanLimits:
         """Give each of these lanes the page of its next position, all or none; then headroom."""
         ...
@@ -369,4 +383,16 @@ def validate_plan(plan: StepPlan, limits: ExecutorLimits) -> None:
     if size < grid and not chunk.last:
         raise PlanError(
             f"chunk [{chunk.start}, {chunk.stop}) is short but not the last of its lane"
+        )
+
+
+def check_fork(length: int, chunk_tokens: int, known: int) -> None:
+    """Checks of a fork's length, for any executor to call first.
+
+    Raises:
+        PlanError: not on the grid, or nothing left that the lane has to compute itself.
+    """
+    if length <= 0 or length % chunk_tokens or length >= known:
+        raise PlanError(
+            f"a fork at {length} must be on the grid of {chunk_tokens} tokens, before {known}"
         )

@@ -87,6 +87,7 @@ class _Lane:
     dispatched_out: int = 0
     outputs: list[int] = field(default_factory=list)
     known: int = 0  # tokens that prefill covers
+    seated: LaneSpec | None = None  # as the executor has it: `spec`, or with tokens to replay
     snapshot: Any | None = None
     paused: bool = False  # by an operator
     suspended_at: float | None = None
@@ -148,6 +149,7 @@ class Scheduler:
         self._last_seconds = {"prefill": 0.0, "decode": 0.0}
         self._mean_service = 0.0
         self._dispatching: tuple[tuple[_Lane, ...], float] | None = None
+        self._can_fork = True  # until the executor says that it cannot
         self._freed = False  # the last turn made room for somebody
         self._published: Snapshot | None = None
 
@@ -468,7 +470,8 @@ class Scheduler:
 
     def _restore(self, lane: _Lane) -> bool:
         if lane.snapshot is not None:
-            ref = self.executor.restore(lane.spec, lane.snapshot)
+            spec = lane.seated or lane.spec
+            ref = self.executor.restore(spec, lane.snapshot)
             state = SlotState.DECODE
         else:
             spec = replace(lane.spec, replay=np.array(lane.outputs, np.int32))
@@ -480,7 +483,7 @@ class Scheduler:
             lane.known = len(lane.spec.prompt) + max(0, len(lane.outputs) - 1)
             lane.dispatched_known = 0
             lane.dispatched_out = len(lane.outputs) - 1
-        lane.snapshot = None
+        lane.snapshot, lane.seated = None, spec
         self._parked.remove(lane)
         self._seat(lane, ref, state)
         return True
@@ -523,8 +526,39 @@ class Scheduler:
             lane for lane in self._lanes.values()
             if lane.state in (SlotState.RESERVED, SlotState.PREFILL)
             and lane.dispatched_known < lane.known and not lane.paused
+            and not self._waits_for_fork(lane)
         ]  # fmt: skip
         return sorted(pending, key=lambda x: x.order)[: self.settings.max_prefill_lanes]
+
+    def _siblings(self, lane: _Lane) -> list[_Lane]:
+        """Candidates of the same request that could do with one prefill of their prompt."""
+        if lane.outputs or len(lane.request.lanes) == 1:
+            return []
+        return [
+            x for x in self._lanes.values()
+            if x.request is lane.request and x is not lane and not x.outputs
+            and x.state in (SlotState.RESERVED, SlotState.PREFILL)
+        ]  # fmt: skip
+
+    def _waits_for_fork(self, lane: _Lane) -> bool:
+        """Whether an older candidate computes what this one would."""
+        if lane.dispatched_known or not self._can_fork or lane.known <= self.limits.chunk_tokens:
+            return False
+        return any(x.order < lane.order for x in self._siblings(lane))
+
+    def _fork(self, lane: _Lane, start: int) -> None:
+        """Before a lane's last chunk: give the younger candidates all chunks up to it."""
+        young = [x for x in self._siblings(lane) if not x.dispatched_known]
+        refs = [x.ref for x in young if x.ref is not None]
+        if not refs or not start or not self._can_fork:
+            return
+        assert lane.ref is not None
+        self._can_fork = self.executor.fork(lane.ref, refs, start)
+        if not self._can_fork:
+            return
+        for x in young:
+            x.dispatched_known, x.state = start, SlotState.PREFILL
+        self.counters.forked_tokens += start * len(young)
 
     def _dispatch(self) -> bool:
         """Plan and dispatch one step. False if there is no work, or a result has to come first."""
@@ -552,6 +586,8 @@ class Scheduler:
         start = lane.dispatched_known
         stop = min(start + self.limits.chunk_tokens, lane.known)
         chunk = Chunk(lane.ref, start, stop, last=stop == lane.known)
+        if chunk.last:
+            self._fork(lane, start)
         lane.state = SlotState.PREFILL
         return self._step(StepPlan(chunk=chunk), [lane])
 

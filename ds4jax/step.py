@@ -208,9 +208,13 @@ def take_pages(cache: Cache, pages: Array) -> dict[str, Array]:
     """Rows of the given physical pages, [layers, pages, rows per page, ...]."""
     out = {}
     for name, per_page in PAGED.items():
-        a = getattr(cache, name)
-        out[name] = a.reshape(a.shape[0], -1, per_page, a.shape[-1])[:, pages]
+        out[name] = _paged(getattr(cache, name), per_page)[:, pages]
     return out
+
+
+def _paged(a: Array, per_page: int) -> Array:
+    """Rows by page; a model may have no layer of the kind, so no size is left to be inferred."""
+    return a.reshape(a.shape[0], a.shape[1] // per_page, per_page, a.shape[-1])
 
 
 def put_pages(
@@ -223,8 +227,7 @@ def put_pages(
     new = {}
     for name, per_page in PAGED.items():
         a = getattr(cache, name)
-        paged = a.reshape(a.shape[0], -1, per_page, a.shape[-1])
-        new[name] = paged.at[:, pages].set(data[name]).reshape(a.shape)
+        new[name] = _paged(a, per_page).at[:, pages].set(data[name]).reshape(a.shape)
     entry = first + jnp.arange(pages.shape[0], dtype=jnp.int32)
     live = pages != cache.comp128.shape[1] - 1
     entry = jnp.where(live, entry, cache.table.shape[1])

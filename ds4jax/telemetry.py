@@ -45,7 +45,9 @@ class Counters:
     decode_steps: int = 0
     rows_real: int = 0
     rows_padded: int = 0
+    by_bucket: dict[tuple[str, int], int] = field(default_factory=dict)  # steps by phase and rows
     prefill_tokens: int = 0
+    forked_tokens: int = 0  # of prompts, given from one candidate to others
     output_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -78,6 +80,8 @@ class Counters:
         self.rows_real += result.rows
         self.rows_padded += result.bucket - result.rows
         self.wait_seconds += wait
+        place = ("decode" if chunk is None else "prefill", result.bucket)
+        self.by_bucket[place] = self.by_bucket.get(place, 0) + 1
         if chunk is not None:
             self.prefill_steps += 1
             self.prefill_tokens += chunk.stop - chunk.start
@@ -133,3 +137,8 @@ class Snapshot:
     steps: int
     last_decode_seconds: float
     last_prefill_seconds: float
+
+    @property
+    def parked(self) -> int:
+        """Lanes whose pages are released."""
+        return sum(lane.state is SlotState.PARKED for lane in self.lanes)

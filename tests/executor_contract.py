@@ -190,6 +190,49 @@ class ExecutorContract:
         executor.retire(back)
         assert out == expected
 
+    def test_a_fork_goes_on_like_a_lane_that_computed_all_itself(self, executor: Executor) -> None:
+        grid = executor.limits.chunk_tokens
+        spec = self.spec(grid + 3, 5, seed=4)
+        others = [replace(spec, candidate=c) for c in (1, 2)]
+        expected = [generate(executor, s) for s in (spec, *others)]
+        source = executor.admit(spec)
+        targets = [executor.admit(s) for s in others]
+        assert source is not None and None not in targets
+        executor.step(StepPlan(chunk=Chunk(source, 0, grid, False))).result()
+        if not executor.fork(source, targets, grid):  # type: ignore[arg-type]
+            for ref in [source, *targets]:
+                executor.retire(ref)  # type: ignore[arg-type]
+            return
+        refs = [source, *targets]
+        out = []
+        for ref in reversed(refs):
+            plan = StepPlan(chunk=Chunk(ref, grid, grid + 3, True))  # type: ignore[arg-type]
+            out.insert(0, list(executor.step(plan).result().lanes[0].tokens))
+        while len(out[0]) < 5:
+            for tokens, token in zip(out, decode(executor, refs), strict=True):  # type: ignore[arg-type]
+                tokens.append(token)
+        assert out == expected and out[0] != out[1] != out[2]
+        for ref in refs:
+            executor.retire(ref)  # type: ignore[arg-type]
+
+    def test_a_fork_of_lanes_that_do_not_fit_together_is_refused(self, executor: Executor) -> None:
+        grid = executor.limits.chunk_tokens
+        spec = self.spec(grid + 3, 5)
+        source, same = executor.admit(spec), executor.admit(replace(spec, candidate=1))
+        other = executor.admit(self.spec(grid + 4, 5))
+        assert source is not None and same is not None and other is not None
+        with pytest.raises(PlanError):
+            executor.fork(source, [same], grid)  # nothing computed yet
+        executor.step(StepPlan(chunk=Chunk(source, 0, grid, False))).result()
+        for targets, length in (([other], grid), ([same], grid - 1), ([same], 0), ([source], grid)):
+            with pytest.raises(PlanError):
+                executor.fork(source, targets, length)
+        executor.step(StepPlan(chunk=Chunk(source, grid, grid + 3, True))).result()
+        with pytest.raises(PlanError):
+            executor.fork(source, [same], grid)  # it decodes: its rings have gone on
+        for ref in (source, same, other):
+            executor.retire(ref)
+
     def test_replay_repeats_the_last_known_token_and_goes_on(self, executor: Executor) -> None:
         sampling = SamplingParams(
             seed=3, frequency_penalty=0.5, repetition_penalty=1.2, penalty_window=3, top_logprobs=2

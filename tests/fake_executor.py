@@ -124,6 +124,8 @@ class FakeExecutor:
         self.nan_for: Callable[[LaneSpec, int], bool] = lambda spec, position: False
         self.fail_step: Callable[[StepPlan], Exception | None] = lambda plan: None
         self.fail_reset: Exception | None = None
+        self.can_fork = True
+        self.forks = 0
 
     # ---- lanes ---------------------------------------------------------------------------------
 
@@ -165,6 +167,24 @@ class FakeExecutor:
             return None
         self.snapshot_room -= 1
         return state
+
+    def fork(self, source: LaneRef, targets: Sequence[LaneRef], length: int) -> bool:
+        given = self._lane(source)
+        known = given.spec.known_tokens
+        plan_lib.check_fork(length, self.limits.chunk_tokens, len(known))
+        for ref in targets:
+            lane = self._lane(ref)
+            same = np.array_equal(lane.spec.known_tokens, known)
+            if given.decoding or given.length != length or lane.length or not same:
+                raise PlanError(f"{ref} cannot go on from {source} at position {length}")
+        if not self.can_fork:
+            return False
+        for ref in targets:
+            lane = self._lane(ref)
+            lane.hash, lane.length = given.hash, length
+            self.pages.advance(ref.slot, length, decoding=False)
+            self.forks += 1
+        return True
 
     def restore(self, spec: LaneSpec, snapshot: Any) -> LaneRef | None:
         free = [s for s in range(self.limits.num_slots) if s not in self.lanes]

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from ds4jax import cache as cache_lib
+from ds4jax import step
 from ds4jax.config import SamplingParams
 from ds4jax.engine import DeviceExecutor
 from ds4jax.plan import Chunk, DecodeRow, LaneSpec, ReasoningLimit, StepPlan, forced_token
@@ -135,6 +137,18 @@ def test_reasoning_budget_forces_the_close(engine: DeviceExecutor) -> None:
     for i, token in enumerate(tokens):
         forced = forced_token(limit, tokens[:i])
         assert forced is None or token == forced
+
+
+@pytest.mark.parametrize("ratios", [(0,), (4,), (128, 128)])
+def test_snapshots_of_models_that_lack_a_kind_of_layer(ratios: tuple[int, ...]) -> None:
+    """Shapes only: nothing is compiled."""
+    cfg, run = tiny.config(ratios), tiny.run_config()
+    cache = jax.eval_shape(lambda: cache_lib.init(cfg, run))
+    pages, zero = np.zeros(2, np.int32), np.int32(0)
+    slot = jax.eval_shape(step.take_slot, cache, zero)
+    part = jax.eval_shape(step.take_pages, cache, pages)
+    assert jax.eval_shape(step.put_slot, cache, zero, slot) == cache
+    assert jax.eval_shape(step.put_pages, cache, zero, zero, pages, part) == cache
 
 
 def test_too_many_rows_are_refused(engine: DeviceExecutor) -> None:

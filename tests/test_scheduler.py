@@ -200,6 +200,44 @@ def test_candidates_of_one_request() -> None:
     assert len({tuple(x) for x in outputs}) == 3
 
 
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_candidates_share_the_prefill_of_their_prompt(can_fork: bool) -> None:
+    bench = Bench(chunk_tokens=64)
+    bench.executor.can_fork = can_fork
+    lanes = [spec(200, 6, candidate=c) for c in range(3)]
+    request, other = bench.submit(*lanes), bench.submit(spec(100, 5, seed=9))
+    bench.run()
+    events = drain(request)
+    assert [ids(events, c) for c in range(3)] == [alone(lane, chunk_tokens=64) for lane in lanes]
+    assert ids(drain(other)) == alone(spec(100, 5, seed=9))
+    chunks = [p.chunk for p in bench.executor.plans if p.chunk and p.chunk.lane.slot < 3]
+    assert len(chunks) == (3 + 3 if can_fork else 12)  # whole chunks once, the last one each
+    assert bench.scheduler.counters.forked_tokens == (2 * 192 if can_fork else 0)
+    assert bench.executor.forks == (2 if can_fork else 0)
+
+
+def test_a_candidate_that_comes_late_computes_its_own_prefill() -> None:
+    bench = Bench(chunk_tokens=64, num_slots=2)
+    blocker = bench.submit(spec(5, 40))
+    bench.run(until=lambda: blocker.progress.phase is Phase.DECODE)
+    lanes = [spec(200, 30, candidate=c) for c in range(2)]
+    request = bench.submit(*lanes)
+    bench.run()
+    events = drain(request)
+    assert [ids(events, c) for c in range(2)] == [alone(lane, chunk_tokens=64) for lane in lanes]
+    assert bench.executor.forks == 0 and isinstance(drain(blocker)[-1], Ended)
+
+
+def test_cancelling_a_request_that_shares_its_prefill_frees_all_its_lanes() -> None:
+    for chunks in (1, 3, 4):
+        bench = Bench(chunk_tokens=64)
+        request = bench.submit(*[spec(200, 30, candidate=c) for c in range(3)])
+        bench.run(until=lambda bench=bench, n=chunks: len(bench.executor.plans) == n)
+        bench.scheduler.cancel(request)
+        bench.run()
+        assert not bench.executor.lanes and bench.scheduler.active == 0
+
+
 def test_a_finished_candidate_is_stopped_alone() -> None:
     bench = Bench()
     request = bench.submit(*[spec(5, 50, candidate=c) for c in range(2)])

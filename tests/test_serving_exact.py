@@ -230,6 +230,43 @@ def test_candidates_are_the_same_alone_and_among_others(server: Running) -> None
     assert one[0] != one[1] and box == [one]
 
 
+def test_candidates_that_share_a_prefill_are_those_that_do_not(
+    executor: DeviceExecutor, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three candidates of a prompt of 17 chunks; then each computes them all by itself."""
+
+    def run() -> list[dict[str, Any]]:
+        req = request(11)
+        req.candidate_count = 3
+        out = list(server.stub.Generate(req, timeout=120))
+        return [outcome(only(out, c)) for c in range(3)]
+
+    counters = server.scheduler.counters
+    before = counters.forked_tokens, counters.prefill_tokens
+    shared = run()
+    assert counters.forked_tokens - before[0] == 2 * 128
+    assert counters.prefill_tokens - before[1] == 129 + 2
+    monkeypatch.setattr(executor, "fork", lambda *args: False)
+    monkeypatch.setattr(server.scheduler, "_can_fork", True)
+    assert run() == shared
+    assert counters.prefill_tokens - before[1] == 129 + 2 + 3 * 129
+    assert len({x["sha256"] for x in shared}) == 3
+    monkeypatch.setattr(server.scheduler, "_can_fork", True)
+
+
+def only(messages: list[Any], candidate: int) -> list[Any]:
+    """Deltas and end of one candidate, as if there were no other."""
+    out = []
+    for m in messages:
+        alone = pb.GenerateResponse()
+        alone.CopyFrom(m)
+        event = getattr(alone, m.WhichOneof("event"))
+        if getattr(event, "candidate", None) == candidate:
+            event.candidate = 0
+            out.append(alone)
+    return out
+
+
 def test_reported_seeds_reproduce(server: Running) -> None:
     req = request(1)
     req.sampling.ClearField("seed")
@@ -244,7 +281,8 @@ def test_nothing_was_compiled_and_nothing_leaked(
     executor: DeviceExecutor, server: Running, first: dict[int, dict[str, Any]]
 ) -> None:
     until(lambda: server.scheduler.active == 0 and not executor._lanes)
-    assert executor.counters()["compiles_after_ready"] == 0
+    counters = executor.counters()
+    assert (counters["compiles_after_ready"], counters["traces_after_ready"]) == (0, 0)
     counts = executor.page_counts()
     assert counts.free == counts.total
     run = executor.run
