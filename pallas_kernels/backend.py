@@ -24,6 +24,9 @@ Backend = Literal["reference", "interpret", "triton"]
 
 Platform = Literal["cpu", "cuda", "rocm"]
 
+Target = Literal["cuda", "rocm", "interpret"]
+"""Which arithmetic a kernel is written for; the results are the same."""
+
 KERNELS: frozenset[str] = frozenset(
     {"attention", "compressor", "dense", "experts", "indexer", "qkv", "router", "streams"}
 )
@@ -130,8 +133,8 @@ def require(op: str, backend: str, *, on: Platform | None = None) -> Backend:
     raise NotImplementedError(f"{op}: no {backend} backend{where}; there is: {', '.join(have)}")
 
 
-def target(backend: Backend) -> Literal["cuda", "rocm", "interpret"]:
-    """Which arithmetic a kernel is written for; the results are the same.
+def target(backend: Backend) -> Target:
+    """What a kernel is written for.
 
     Raises: NotImplementedError where no kernel can run.
     """

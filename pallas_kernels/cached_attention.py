@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import attention, indexer, ring, rope
 from pallas_kernels import backend as backend_lib
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, Target
 from pallas_kernels.dot import dot_onto, mix_onto
 
 
@@ -155,8 +155,6 @@ def _check(
 
 # --- The kernels ---
 
-Target = Literal["cuda", "rocm", "interpret"]
-
 SPLIT = 64
 """Keys of one partial result. It decides the result's bits."""
 
@@ -281,19 +279,18 @@ def launch(
         aliases = {facts.names.index("raw"): len(shapes)}
         shapes = (*shapes, jax.ShapeDtypeStruct(window.ring.shape, window.ring.dtype))
     interpret = target == "interpret"
-    *got, raw = (
-        *backend_lib.pallas(
-            functools.partial(_split_kernel if in_grid else _whole_kernel, facts=facts, tile=tile),
-            name="attention_splits" if in_grid else "attention",
-            grid=(tiles, splits if in_grid else dim // channels, t),
-            out_shape=shapes,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            interpret=interpret,
-            aliases=aliases,
-        )(*operands.values()),
-        *(() if aliases else (window.ring,)),
+    run = backend_lib.pallas(
+        functools.partial(_split_kernel if in_grid else _whole_kernel, facts=facts, tile=tile),
+        name="attention_splits" if in_grid else "attention",
+        grid=(tiles, splits if in_grid else dim // channels, t),
+        out_shape=shapes,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpret,
+        aliases=aliases,
     )
+    got: list[Array] = list(run(*operands.values()))
+    raw = got.pop() if aliases else window.ring
     if not in_grid:
         return got[0], raw
     small = {k: v for k, v in operands.items() if k in ("layers", "pos", "visible", "sink", "cs")}
@@ -535,11 +532,11 @@ def _split_kernel(*refs: Any, facts: _Facts, tile: Tile) -> None:
     if facts.comp_splits:
 
         @pl.when(split * SPLIT < row.keys)
-        def _() -> None:
+        def of_pool() -> None:
             part(*_compressed_keys(by_name, facts, row, split))
 
     @pl.when(split >= facts.comp_splits + row.first)
-    def _() -> None:
+    def of_window() -> None:
         part(*_window_keys(by_name, facts, row, split - facts.comp_splits))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend as backend_lib
 from pallas_kernels import compressor, ring, rope
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, Target
 from pallas_kernels.cached_attention import LOG2_E, power_of_two
-
-Target = Literal["cuda", "rocm", "interpret"]
 
 PAGE_TOKENS = 128
 """Positions of a page."""
@@ -261,13 +259,9 @@ def _store_kernel(*refs: Any, count: int) -> None:
             _copy_state(step_ref, new_ring, t, index, slot, pos)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _columns(dim: int) -> tuple[Array, Array | None]:
     """Channels in a register tile, and which of them exist (None: all)."""
-    number = jnp.arange(_power_of_two(dim), dtype=jnp.int32)
+    number = jnp.arange(pl.next_power_of_2(dim), dtype=jnp.int32)
     return number, None if len(number) == dim else number < dim
 
 

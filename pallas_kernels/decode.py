@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import formats
+from pallas_kernels import backend, formats
 from pallas_kernels.formats import Format
 
 BLOCK_K = 128
 """Weights of a row that every kernel's block has a multiple of."""
 
-Target = Literal["cuda", "rocm", "interpret"]
+Target = backend.Target
 
 Array: TypeAlias = Any
 Refs: TypeAlias = dict[str, Any]

@@ -25,6 +25,7 @@ from pallas_kernels import decode, formats, packing
 from pallas_kernels.backend import Backend
 from pallas_kernels.dot import dot_onto
 from pallas_kernels.packing import QuantArray
+from pallas_kernels.ring import grid_index
 
 ROW_TILE = 8
 """Rows of one product in the reference."""
@@ -483,13 +484,6 @@ class Rows:
         else:
             at = x_ref.at[grid_index(self.number, first, width)]
         return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
-
-
-def grid_index(rows: Array, first: Array, size: int) -> tuple[Array, Array]:
-    """Indices of rows by number and `size` columns from `first` on, each [rows, size]."""
-    shape = (rows.shape[0], size)
-    cols = first + lax.broadcasted_iota(jnp.int32, shape, 1)
-    return jnp.broadcast_to(rows[:, None], shape), cols
 
 
 def accumulate(

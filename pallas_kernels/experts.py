@@ -28,12 +28,12 @@ from pallas_kernels.dense import (
     accumulate,
     block_of,
     finish,
-    grid_index,
     kernel_format,
     operands,
     product,
 )
 from pallas_kernels.packing import RUN, QuantArray
+from pallas_kernels.ring import grid_index
 
 Weights = QuantArray | Array
 
@@ -443,7 +443,7 @@ def _activated(total: Array, weight: Array, limit: float) -> Array:
 def _plan(ids_TS: Array, first: Array, num: int, target: decode.Target) -> Groups:
     """As `group` with tiles of 16, for at most 16 rows of at most 8 slots: one small kernel."""
     t, slots = ids_TS.shape
-    tiles = _power_of_two(max_tiles(ids_TS.size, num, DOT_ROWS))
+    tiles = pl.next_power_of_2(max_tiles(ids_TS.size, num, DOT_ROWS))
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     shapes = (
         one,
@@ -462,10 +462,6 @@ def _plan(ids_TS: Array, first: Array, num: int, target: decode.Target) -> Group
     return Groups(used[0], expert, pair)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _plan_kernel(
     ids_ref: Any,
     first_ref: Any,
@@ -479,7 +475,7 @@ def _plan_kernel(
     tiles: int,
 ) -> None:
     first = plgpu.load(first_ref.at[jnp.int32(0)])
-    row = lax.broadcasted_iota(jnp.int32, (_power_of_two(max(t, 2)), 8), 0)
+    row = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(max(t, 2)), 8), 0)
     slot = lax.broadcasted_iota(jnp.int32, row.shape, 1)
     inside = (row < t) & (slot < slots)
     at = (jnp.minimum(row, t - 1), jnp.minimum(slot, slots - 1))

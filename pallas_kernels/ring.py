@@ -75,19 +75,20 @@ def page_rows(table: Array, slot: Array, row: Array, rows_per_page: int) -> Arra
 
 def load_rows(ref: Any, lead: tuple[Any, ...], rows_S: Array, first: Any, width: int) -> Array:
     """ref[lead, rows, first : first + width] -> [S, width], rows by number."""
-    return plgpu.load(ref.at[(*lead, *_grid(rows_S, first, width))])
+    return plgpu.load(ref.at[(*lead, *grid_index(rows_S, first, width))])
 
 
 def store_rows(
     ref: Any, lead: tuple[Any, ...], rows_S: Array, first: Any, value: Array, live_S: Array
 ) -> None:
     """Store value [S, width] at `rows` from column `first` on, live rows only."""
-    at = _grid(rows_S, first, value.shape[1])
+    at = grid_index(rows_S, first, value.shape[1])
     mask = jnp.broadcast_to(live_S[:, None], value.shape)
     plgpu.store(ref.at[(*lead, *at)], value, mask=mask)
 
 
-def _grid(rows_S: Array, first: Any, width: int) -> tuple[Array, Array]:
+def grid_index(rows_S: Array, first: Any, width: int) -> tuple[Array, Array]:
+    """Indices of rows by number and `width` columns from `first` on, each [S, width]."""
     shape = (rows_S.shape[0], width)
     columns = first + lax.broadcasted_iota(jnp.int32, shape, 1)
     return jnp.broadcast_to(rows_S[:, None], shape), columns

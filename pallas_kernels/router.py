@@ -17,7 +17,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend as backend_lib
 from pallas_kernels.backend import Backend
-from pallas_kernels.dense import DOT_ROWS, grid_index
+from pallas_kernels.dense import DOT_ROWS
+from pallas_kernels.ring import grid_index
 
 
 def _scores(x_TM: Array, gate_EM: Array) -> Array:

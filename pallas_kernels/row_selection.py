@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend as backend_lib
 from pallas_kernels import indexer, ring
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, Target
 from pallas_kernels.dot import dot_onto
 from pallas_kernels.indexer import NONE, PAGE_ROWS
-
-Target = Literal["cuda", "rocm", "interpret"]
 
 DOT_ROWS = 16
 """Index heads of one product."""
@@ -148,7 +146,7 @@ def launch(
             f" (at most {tile.part // 2})"
         )
     capacity = table.shape[1] * PAGE_ROWS
-    part = min(tile.part, _power_of_two(max(capacity, 2 * top_k, tile.keys)))
+    part = min(tile.part, pl.next_power_of_2(max(capacity, 2 * top_k, tile.keys)))
     padded = -(-capacity // part) * part
     number = jnp.asarray(layer, jnp.int32).reshape(1)
     interpret = target == "interpret"
@@ -174,10 +172,6 @@ def launch(
     grouped = jax.tree.map(lambda a: a.reshape(t // group, group, *a.shape[1:]), operands)
     ids: Array = lax.map(lambda row: rows(*row), grouped)
     return ids.reshape(t, top_k)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _score_kernel(
@@ -260,7 +254,7 @@ def pick(
         if parts == 1:
             return ids
         # The next round: padded to whole parts, in one part if it fits.
-        part = min(part, _power_of_two(parts * top_k))
+        part = min(part, pl.next_power_of_2(parts * top_k))
         missing = ((0, 0), (0, -(parts * top_k) % part))
         ids = jnp.pad(ids, missing, constant_values=NONE)
         scores = jnp.pad(found[1], missing)
@@ -301,7 +295,7 @@ def _pick_kernel(
     plgpu.store(out_ref.at[t, place], row, mask=taken)
     if score_ref:
         plgpu.store(score_ref[0].at[t, place], score, mask=taken)
-    rest = jnp.arange(_power_of_two(top_k), dtype=jnp.int32)
+    rest = jnp.arange(pl.next_power_of_2(top_k), dtype=jnp.int32)
     none = jnp.full(rest.shape, NONE, jnp.int32)
     plgpu.store(out_ref.at[t, block * top_k + rest], none, mask=(rest >= kept) & (rest < top_k))
 

@@ -24,8 +24,9 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import backend as backend_lib
 from pallas_kernels import hyper, norm
 from pallas_kernels.backend import Backend
-from pallas_kernels.dense import DOT_ROWS, addends, grid_index
+from pallas_kernels.dense import DOT_ROWS, addends
 from pallas_kernels.dot import dot_onto
+from pallas_kernels.ring import grid_index
 
 CHUNK = 32
 """Channels of one program of `mix`; it decides the bits of the maps."""
@@ -308,17 +309,18 @@ def _column(ref: Any, row: Array, column: int | Array) -> Array:
 
 def _pending(refs: dict[str, Any], row: Array, at: tuple[Array, Array], parts: int) -> Array:
     """The sublayer's output, rounded to bfloat16: float32 [rows, CHUNK]."""
-    total: Array | None = None
-    for i in range(parts):
-        ref = refs[f"y{i}"]
-        group: Array | None = None
-        for p in range(ref.shape[0]):
-            y = plgpu.load(ref.at[jnp.int32(p), at[0], at[1]])
-            if i == 0 and "ids" in refs:  # a part that does not count was never written
-                y = jnp.where(_column(refs["ids"], row, p) >= 0, y, 0.0)
-            group = y if group is None else group + y
-        total = group if total is None else total + group
-    assert total is not None
+
+    def part(i: int, p: int) -> Array:
+        y: Array = plgpu.load(refs[f"y{i}"].at[jnp.int32(p), at[0], at[1]])
+        if i == 0 and "ids" in refs:  # a part that does not count was never written
+            y = jnp.where(_column(refs["ids"], row, p) >= 0, y, 0.0)
+        return y
+
+    groups = [
+        functools.reduce(jnp.add, (part(i, p) for p in range(refs[f"y{i}"].shape[0])))
+        for i in range(parts)
+    ]
+    total: Array = functools.reduce(jnp.add, groups)
     return total.astype(jnp.bfloat16).astype(jnp.float32)
 
 
@@ -416,10 +418,10 @@ def _read_kernel(
     if head:
         return
     plgpu.store(out_refs[1].at[t, entry], 2.0 * jax.nn.sigmoid(logits(n + entry, 1, scale)))
-    i = lax.broadcasted_iota(jnp.int32, (n, n), 0)
-    j = lax.broadcasted_iota(jnp.int32, (n, n), 1)
-    comb = _sinkhorn(logits(2 * n + n * i + j, 2, scale[None, :]), sizes)
-    plgpu.store(out_refs[2].at[t, i, j], comb)
+    source = lax.broadcasted_iota(jnp.int32, (n, n), 0)
+    to = lax.broadcasted_iota(jnp.int32, (n, n), 1)
+    comb = _sinkhorn(logits(2 * n + n * source + to, 2, scale[None, :]), sizes)
+    plgpu.store(out_refs[2].at[t, source, to], comb)
 
 
 def _sinkhorn(a: Array, sizes: Sizes) -> Array:
