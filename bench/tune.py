@@ -20,9 +20,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from bench import kernel_timing, kernels
+from bench import cache_cases, kernel_timing, kernels, models
 from pallas_kernels import backend as backend_lib
-from pallas_kernels import dense, experts, packing
+from pallas_kernels import (
+    cached_attention,
+    compressed_rows,
+    dense,
+    experts,
+    packing,
+    row_selection,
+)
 
 
 def dense_candidates(rows: int, target: str) -> Iterator[dense.Tile]:
@@ -136,6 +143,57 @@ def tune_experts(rows: list[int], target: str) -> dict[str, dict[str, Any]]:
     return out
 
 
+def cache_candidates(target: str) -> Iterator[cache_cases.Tile]:
+    """Tiles of attention, indexer and compressor worth trying."""
+    stages = (1, 2) if target == "rocm" else (1, 3, 4)
+    heads = (16,) if target == "rocm" else (16, 32, 64)
+    for n, width, channels, warps, s in itertools.product(
+        heads, (64, 128, 256), (0, 256), (2, 4, 8), stages
+    ):
+        yield cached_attention.Tile(
+            heads=n, width=width, channels=channels, num_warps=warps, num_stages=s
+        )
+    for keys, warps, s, pick in itertools.product((32, 64, 128), (2, 4), stages, (4, 8, 16)):
+        yield row_selection.Tile(keys=keys, warps=warps, stages=s, pick_warps=pick)
+    for warps in (4, 8, 16):
+        yield compressed_rows.Tile(num_warps=warps)
+
+
+def tune_cache(rows: list[int], target: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Best tile by operation and key. Attention has one for few rows and one for many; the others
+    have one for all (their tiles decide bits), found with the first number of rows."""
+    cfg = models.FLASH
+    best: dict[tuple[str, str], tuple[float, Any]] = {}
+    for t, tile in itertools.product(rows, cache_candidates(target)):
+        size = "few" if t <= cached_attention.Tile.grid_rows else "many"
+        kind = {
+            cached_attention.Tile: ("attention_ratio4", f"{cfg.num_heads}x{cfg.head_dim}/{size}"),
+            row_selection.Tile: ("indexer", f"{cfg.index_num_heads}x{cfg.index_head_dim}"),
+            compressed_rows.Tile: ("compressor_ratio4", "ratio4"),
+        }
+        name, key = kind[type(tile)]
+        if t != rows[0] and not isinstance(tile, cached_attention.Tile):
+            continue
+        # Candidates of one operation need only its own case.
+        case = next(c for c in cache_cases.cases(cfg, t, tile=tile) if c.name == name)
+        every = jnp.arange(t, dtype=jnp.int32)
+
+        def call(i: Any, args: Any, at: Any, case: Any = case) -> Any:
+            del i
+            return case.run(args, at, "triton")
+
+        op = name.split("_")[0]
+        times = kernel_seconds(call, (case.args, every), 4)
+        own = sum(s for k, s in times.items() if k.startswith(op))
+        if own and ((op, key) not in best or own < best[op, key][0]):
+            best[op, key] = (own, tile)
+    out: dict[str, dict[str, dict[str, Any]]] = {}
+    for (op, key), (seconds, tile) in best.items():
+        print(f"{op} {key}: {seconds * 1e6:.1f} us {tile}")
+        out.setdefault(op, {})[key] = changed(tile, tile)
+    return out
+
+
 def main(argv: list[str] | None = None) -> int:
     """Search and write the table."""
     parser = argparse.ArgumentParser(
@@ -151,6 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     table = {
         "dense": tune_dense(args.formats.split(","), rows, target),
         "experts": tune_experts(rows, target),
+        **tune_cache(rows, target),
     }
     args.json.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return 0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench import amd_isa
-from pallas_kernels import dense, experts
+from pallas_kernels import cached_attention, compressed_rows, dense, experts, row_selection
 
 pytest.importorskip("triton", reason="the Triton package compiles for AMD (extra 'test')")
 
@@ -143,10 +143,15 @@ def _entries() -> list[tuple[str, str, str, dict[str, Any]]]:
 
 
 def test_tile_entries_are_legal() -> None:
-    kinds = {"dense": dense.Tile, "experts": experts.Tile}
+    kinds: dict[str, Any] = {
+        "dense": dense.Tile, "experts": experts.Tile, "attention": cached_attention.Tile,
+        "indexer": row_selection.Tile, "compressor": compressed_rows.Tile,
+    }  # fmt: skip
     for file, op, key, entry in _entries():
         tile = kinds[op](**entry)
-        assert all(v > 0 for k, v in entry.items() if k != "wide"), f"{file} {op} {key}: {tile}"
+        assert all(v > 0 for k, v in entry.items() if k not in ("wide", "channels")), (
+            f"{file} {op} {key}: {tile}"
+        )
 
 
 @pytest.mark.slow

@@ -197,11 +197,10 @@ def test_nothing_else_is_read(ratio: int) -> None:
         np.testing.assert_array_equal(attend(case(ratio, fill=np.nan), tile), want)
 
 
-def test_rows_of_the_step_that_the_ring_does_not_hold_yet() -> None:
-    """Rows of one lane read from the step, as if they had been written."""
+def step_cases() -> tuple[Case, Case]:
+    """Five rows of slot 0 and one of slot 3: written to the ring, and in the step only."""
     c = rows_of(case(0), np.asarray([5] * 6))
     rng = np.random.default_rng(7)
-    # Five rows of slot 0 from 498 on and one of slot 3.
     run = jnp.asarray([0, 1, 2, 3, 4, 0], jnp.int32)
     slot, pos = (
         jnp.asarray([0] * 5 + [3], jnp.int32),
@@ -210,10 +209,16 @@ def test_rows_of_the_step_that_the_ring_does_not_hold_yet() -> None:
     step = jnp.asarray(rng.standard_normal((6, DIM)), jnp.bfloat16)
     ring = jnp.asarray(rng.standard_normal(c.window.ring.shape), jnp.bfloat16)
     written = ring.at[1, slot, pos % RING].set(step)
-    c = c._replace(window=op.Window(written, 1, slot, pos))
-    chunk = c._replace(window=op.Window(ring, 1, slot, pos, step, run))
-    want = attend(c, WHOLE)
-    assert error(want, oracle(c)) < TOLERANCE
+    return (
+        c._replace(window=op.Window(written, 1, slot, pos)),
+        c._replace(window=op.Window(ring, 1, slot, pos, step, run)),
+    )
+
+
+def test_rows_of_the_step_that_the_ring_does_not_hold_yet() -> None:
+    written, chunk = step_cases()
+    want = attend(written, WHOLE)
+    assert error(want, oracle(written)) < TOLERANCE
     np.testing.assert_array_equal(attend(chunk, WHOLE), want)
     np.testing.assert_array_equal(attend(chunk, TILE), want)
 
