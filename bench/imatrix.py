@@ -36,14 +36,14 @@ def _square(x: Array) -> Array:
 
 
 def _matmul(x: Array, w: Any) -> Array:
-    return linear.matmul(x, w, backend="reference", out_dtype=F32)
+    return linear.matmul(x, w, out_dtype=F32)
 
 
 def _attention(cfg: ModelConfig, w: Weights, pre: Array, heads: Array) -> dict[str, Array]:
     x = norm.rms_norm(pre, w["attn_norm"], eps=cfg.rms_norm_eps)
     qr = norm.rms_norm(_matmul(x, w["attn.wq_a"]), w["attn.q_norm"], eps=cfg.rms_norm_eps)
     grouped = heads.reshape(heads.shape[0], cfg.o_groups, -1)
-    z = linear.grouped_matmul(grouped, w["attn.wo_a"], backend="reference", out_dtype=F32)
+    z = linear.grouped_matmul(grouped, w["attn.wo_a"], out_dtype=F32)
     of_input = ("wq_a", "wkv", "compressor.wkv", "compressor.wgate", "indexer.weights_proj",
                 "indexer.compressor.wkv", "indexer.compressor.wgate")  # fmt: skip
     out = {f"attn.{k}": _square(x) for k in of_input}

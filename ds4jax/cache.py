@@ -72,6 +72,12 @@ def shapes(cfg: ModelConfig, run: RuntimeConfig) -> dict[str, jax.ShapeDtypeStru
     return {k: jax.ShapeDtypeStruct(s, t) for k, (s, t) in dims.items()}
 
 
+def abstract(cfg: ModelConfig, run: RuntimeConfig) -> Cache:
+    """The cache as shapes and dtypes."""
+    arrays: dict[str, Any] = dict(shapes(cfg, run))
+    return Cache(**arrays)
+
+
 def plan_bytes(cfg: ModelConfig, run: RuntimeConfig) -> dict[str, int]:
     """Bytes of every array of the cache, by field name."""
     return {k: s.size * s.dtype.itemsize for k, s in shapes(cfg, run).items()}

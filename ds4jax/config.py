@@ -30,13 +30,17 @@ RATIOS = (0, 4, 128)
 ROW_TILE = 8
 """Rows computed together by every product, whatever the number of live rows (exactness)."""
 
+DEFAULT_SLOTS = 6
+MAX_SLOTS = 1024
+"""Lanes of one executor: unless said otherwise, and at most."""
+
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 16
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
-
 BAN = -100.0
 """A logit bias that bans its id instead of adding to its logit."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be served; `problems` lists every finding, one line each."""
@@ -223,9 +227,10 @@ class RuntimeConfig:
     dtype: DType = "float32"
     numerics: Numerics = "plain"
     backend: Backend = "reference"
+    op_backends: tuple[tuple[str, str], ...] = ()  # (operation, backend), stronger than `backend`
     clamp_shared_expert: bool = True
     max_ctx: int = 4096  # tokens of one sequence
-    num_slots: int = 6  # lanes
+    num_slots: int = DEFAULT_SLOTS  # lanes
     num_pages: int | None = None  # None: num_slots * ceil(max_ctx / 128)
     max_drafts: int = 0  # draft tokens verified per lane and step
     row_buckets: tuple[int, ...] = (8,)
@@ -242,8 +247,8 @@ class RuntimeConfig:
             problems.append(f"numerics is {self.numerics!r}, must be one of {list(NUMERICS)}")
         if not 1 <= self.max_ctx <= 1 << 22:
             problems.append(f"max_ctx is {self.max_ctx}, must be in 1..{1 << 22} tokens")
-        if not 1 <= self.num_slots <= 1024:
-            problems.append(f"num_slots is {self.num_slots}, must be in 1..1024")
+        if not 1 <= self.num_slots <= MAX_SLOTS:
+            problems.append(f"num_slots is {self.num_slots}, must be in 1..{MAX_SLOTS}")
         if self.num_pages is not None and not 1 <= self.num_pages <= 1 << 24:
             problems.append(f"num_pages is {self.num_pages}, must be in 1..{1 << 24}")
         if not 0 <= self.max_drafts <= 15:

@@ -85,7 +85,7 @@ class Captured(dict[str, Array]):
 
 
 def _linear(ctx: Context, x: Array, w: Any, out_dtype: Any = None) -> Array:
-    return linear.matmul(x, w, backend=ctx.run.backend, out_dtype=out_dtype or ctx.dtype)
+    return linear.matmul(x, w, out_dtype=out_dtype or ctx.dtype)
 
 
 def _hyper_read(ctx: Context, x: Array, w: Weights, name: str) -> tuple[Array, Array, Array]:
@@ -151,7 +151,8 @@ def _project(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows) ->
     return _Projected(q, kv, state, istate, iq, iw)
 
 
-def _store(ring_: Array, index: int | Array, rows: Rows, values: Array, ctx: Context) -> Array:
+def store_rows(ring_: Array, index: int | Array, rows: Rows, values: Array, ctx: Context) -> Array:
+    """The rows of a step written to a ring."""
     # Of more rows than the ring holds only the last are kept; rows that run one after the other
     # simply overwrite.
     keep = rows.live & (rows.after < ring_.shape[2]) if ctx.chunk else rows.live
@@ -212,7 +213,7 @@ def _attend_cached(
     cfg, layer, index = ctx.cfg, info.layer, info.ratio_index
     raw, step = cache.raw, p.kv if ctx.chunk else None
     if not ctx.chunk:
-        raw = _store(raw, layer, rows, p.kv, ctx)
+        raw = store_rows(raw, layer, rows, p.kv, ctx)
     comp: dict[str, Any] = {}
     updates: dict[str, Array] = {}
     if info.ratio == 4:
@@ -226,12 +227,12 @@ def _attend_cached(
         if values is None:
             continue
         old = getattr(cache, state_name)
-        state = old if ctx.chunk else _store(old, index, rows, values, ctx)
+        state = old if ctx.chunk else store_rows(old, index, rows, values, ctx)
         updates[pool_name] = _emit(
             ctx, getattr(cache, pool_name), state, index, rows, values if ctx.chunk else None,
             cache.table, w[f"{prefix}.norm"], info.ratio, kind,
         )  # fmt: skip
-        updates[state_name] = _store(old, index, rows, values, ctx) if ctx.chunk else state
+        updates[state_name] = store_rows(old, index, rows, values, ctx) if ctx.chunk else state
     if info.ratio:
         visible = jnp.where(rows.live, (rows.pos + 1) // info.ratio, 0)
         pool_name = "comp4" if info.ratio == 4 else "comp128"
@@ -250,7 +251,7 @@ def _attend_cached(
     )
     o = attention.attend(p.q, w["attn.attn_sink"], window, valid, **comp)
     if ctx.chunk:
-        raw = _store(raw, layer, rows, p.kv, ctx)
+        raw = store_rows(raw, layer, rows, p.kv, ctx)
     return o, cache.replace(raw=raw, **updates)  # type: ignore[attr-defined]
 
 
@@ -314,7 +315,7 @@ def _attention(
     cap.add("heads_out", o)
     z = linear.grouped_matmul(
         o.reshape(o.shape[0], cfg.o_groups, -1), w["attn.wo_a"],
-        backend=ctx.run.backend, out_dtype=ctx.dtype,
+        out_dtype=ctx.dtype,
     )  # fmt: skip
     y = _linear(ctx, z.reshape(z.shape[0], -1), w["attn.wo_b"])
     cap.add("attn_out", y)
@@ -367,7 +368,6 @@ def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: C
         w["ffn.experts.w2"],
         first_expert=ctx.first_expert,
         limit=_limit(cfg.swiglu_limits, info.layer),
-        backend=ctx.run.backend,
     )
     y = y + shared_expert(ctx, x, w, _limit(cfg.shared_swiglu_limits, info.layer))
     return y.astype(ctx.dtype)

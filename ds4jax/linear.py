@@ -1,8 +1,8 @@
-"""Products of rows with weights, plain or packed: the seam between the model and the kernels.
+"""Products of rows with weights, plain or packed, in plain JAX.
 
-On the reference backend a row meets each weight alone, as a matrix-vector product, so its bits
-depend on nothing but the row; packed weights are decoded where they are used. Other backends hand
-the whole batch to `pallas_kernels`.
+The model's definition multiplies here; kernels have products of their own (`ds4jax.fused`). A row
+that comes alone meets each weight in a matrix-vector product, so its bits depend on nothing but the
+row. Packed weights are decoded where they are used.
 """
 
 from __future__ import annotations
@@ -13,25 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ds4jax.config import Backend
-from pallas_kernels import dense, experts, norm, packing
+from pallas_kernels import norm, packing
 
 F32 = jnp.float32
 
 
 class Stacked(NamedTuple):
-    """One layer's weight inside a stack of layers: kernels take the whole stack and the number."""
+    """One layer's weight inside a stack of layers."""
 
     stack: Any  # Array or QuantArray [L, ...]
     layer: Array  # int32 scalar
 
 
-def _whole(w: Any) -> tuple[Any, Array | None]:
-    return (w.stack, w.layer) if isinstance(w, Stacked) else (w, None)
-
-
 def _entry(w: Any) -> Any:
-    """The weight itself; of a stack this copies one layer (reference backend only)."""
+    """The weight itself; of a stack this copies one layer."""
     return jax.tree.map(lambda a: a[w.layer], w.stack) if isinstance(w, Stacked) else w
 
 
@@ -50,18 +45,15 @@ def take_rows(w_NK: Any, rows_T: Array, dtype: Any) -> Array:
     return packing.take_rows(w_NK, rows_T, dtype)
 
 
-def matmul(x_TK: Array, w_NK: Any, *, backend: Backend, out_dtype: Any) -> Array:
+def matmul(x_TK: Array, w_NK: Any, *, out_dtype: Any) -> Array:
     """y = x @ w^T, accumulated in float32.
 
     Args:
         x_TK: float32 or bfloat16. w_NK: Array, QuantArray [N, K], or Stacked.
-        backend: resolved backend. out_dtype: dtype of the result.
+        out_dtype: dtype of the result.
 
     Returns: y_TN in `out_dtype`.
     """
-    if backend != "reference" and not isinstance(w_NK, Array):
-        w, layer = _whole(w_NK)
-        return dense.dense(x_TK, w, layer=layer, backend=backend, out_dtype=out_dtype)
     w = decoded(w_NK, x_TK.dtype)
     y = lax.dot_general(
         x_TK,
@@ -73,7 +65,7 @@ def matmul(x_TK: Array, w_NK: Any, *, backend: Backend, out_dtype: Any) -> Array
     return y.astype(out_dtype)
 
 
-def grouped_matmul(x_TGI: Array, w_NI: Any, *, backend: Backend, out_dtype: Any) -> Array:
+def grouped_matmul(x_TGI: Array, w_NI: Any, *, out_dtype: Any) -> Array:
     """z[t, g] = w[g] @ x[t, g] with w [G*O, I] seen as [G, O, I]; float32 accumulation.
 
     Returns: z_TGO in `out_dtype`.
@@ -97,7 +89,6 @@ def routed_experts(
     *,
     first_expert: int,
     limit: Any,
-    backend: Backend,
 ) -> Array:
     """Sum over a row's experts of w2 (silu(min(g, limit)) * clip(u, limit) * weight), slot by slot.
 
@@ -111,12 +102,6 @@ def routed_experts(
     Returns: y_TM float32.
     Source: architecture of DeepSeek-V4, mixture of experts.
     """
-    if backend != "reference":
-        (w1, layer), (w3, _), (w2, _) = _whole(w1_EFM), _whole(w3_EFM), _whole(w2_EMF)
-        return experts.experts(  # type: ignore[misc]
-            x_TM, ids_TK, weights_TK, w1, w3, w2,
-            layer=layer, first_expert=first_expert, limit=limit, backend=backend,
-        )  # fmt: skip
     owned, inner = (w1_EFM.stack if isinstance(w1_EFM, Stacked) else w1_EFM).shape[-3:-1]
 
     def slot(j: Array, y: Array) -> Array:
@@ -157,7 +142,7 @@ def _expert_product(x_1K: Array, w_ENK: Any, expert: Array) -> Array:
     if not isinstance(w, Array):
         for i in lead:
             w = packing.index(w, i)
-        return matmul(x_1K, w, backend="reference", out_dtype=F32)
+        return matmul(x_1K, w, out_dtype=F32)
     n, k = w.shape[-2:]
     parts = next(p for p in (8, 4, 2, 1) if k % p == 0 and (k // p >= 16 or p == 1))
     width = k // parts
@@ -166,7 +151,7 @@ def _expert_product(x_1K: Array, w_ENK: Any, expert: Array) -> Array:
         at = (*lead, jnp.int32(0), jnp.int32(start))
         part = lax.dynamic_slice(w, at, (1,) * len(lead) + (n, width)).reshape(n, width)
         total += part.astype(F32) * x_1K[:, start : start + width].astype(F32)
-    return matmul(jnp.ones((1, width), F32), total, backend="reference", out_dtype=F32)
+    return matmul(jnp.ones((1, width), F32), total, out_dtype=F32)
 
 
 GROUP_ROWS = 32

@@ -3,8 +3,8 @@
 Prefill, decode and verification are one function, `forward`, over a ragged batch of rows (slot,
 position, token). On the reference backend each row passes through a layer alone, one after the
 other, in a loop whose trip count is the number of live rows: whatever the batch, a row meets the
-same operations with the same shapes, so its bits depend on its own lane only. Nothing here jits or
-donates.
+same operations with the same shapes, so its bits depend on its own lane only. Other backends run
+all rows at once through the kernels of `fused`. Nothing here jits or donates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
-from ds4jax import layers, linear
+from ds4jax import fused, layers, linear
 from ds4jax import params as params_lib
 from ds4jax.cache import Cache
 from ds4jax.config import ModelConfig, RuntimeConfig
@@ -141,7 +141,7 @@ def _final(ctx: Context, params: Params, x_END: Array) -> tuple[Array, Array]:
         hc_eps=cfg.hc_eps, rms_eps=cfg.rms_norm_eps,
     )  # fmt: skip
     normed = norm.rms_norm(hidden, top["norm"], eps=cfg.rms_norm_eps)
-    logits = linear.matmul(normed, top["head"], backend=ctx.run.backend, out_dtype=jnp.float32)
+    logits = linear.matmul(normed, top["head"], out_dtype=jnp.float32)
     return hidden, logits
 
 
@@ -173,16 +173,23 @@ def forward(
         cfg, run: static.
         chunk: static; True if a lane may have more rows than its rings (batched form only).
         capture: names of activations to return, "L{layer}.{name}" with the names of `layers`.
-        batched: static; False runs rows one after the other (exact whatever the batch), True all at
-            once. None: False on the reference backend, else True.
+        batched: static; on the reference backend False (and None) runs rows one after the other,
+            exact whatever the batch, True all at once. The kernels are exact all at once.
 
     Returns: cache, output.
     """
     ctx = Context(cfg, run, chunk, capture)
     rows_alone = run.backend == "reference" if batched is None else not batched
-    cache, rows = _apply_plan(params, cache, plan, rows_alone)
+    if rows_alone and run.backend != "reference":
+        raise NotImplementedError(f"backend {run.backend!r} has no form for rows one by one")
+    cache, rows = _apply_plan(params, cache, plan, rows_alone or run.backend == "interpret")
     x = _embed(ctx, params, rows.token)
     captured: dict[str, Array] = {}
+    if run.backend != "reference":
+        out, mixed, cache, captured = fused.run_layers(ctx, params, x, cache, rows)
+        return _output(
+            cache, plan, rows, fused.logits(ctx, params, out, mixed, plan.emit), captured
+        )
 
     def one_layer(info: LayerInfo, weights: Weights, x: Array, cache: Cache) -> Any:
         fn = _layer_fn(ctx, info, weights)
@@ -193,7 +200,12 @@ def forward(
     for group, units in zip(params.layout, params.groups, strict=True):
         x, cache, got = _run_group(ctx, group, units, one_layer, x, cache)
         captured |= got
-    logits = _emit_logits(ctx, params, x, plan, rows_alone)
+    return _output(cache, plan, rows, _emit_logits(ctx, params, x, plan, rows_alone), captured)
+
+
+def _output(
+    cache: Cache, plan: Plan, rows: Rows, logits: Array, captured: dict[str, Array]
+) -> tuple[Cache, Output]:
     live = jnp.arange(plan.emit.shape[0], dtype=jnp.int32) < plan.num_emit
     slot = jnp.where(live, rows.slot[plan.emit], cache.length.shape[0] - 1)
     return cache, Output(logits=logits, slot=slot, pos=rows.pos[plan.emit], captured=captured)

@@ -31,10 +31,14 @@ MATRIX_KEYS = frozenset(
         "attn.compressor.wkv", "attn.compressor.wgate", "attn.indexer.wq_b",
         "attn.indexer.weights_proj", "attn.indexer.compressor.wkv",
         "attn.indexer.compressor.wgate", "ffn.experts.w1", "ffn.experts.w2", "ffn.experts.w3",
+        "ffn.experts.w13",
         "ffn.shared_experts.w1", "ffn.shared_experts.w2", "ffn.shared_experts.w3",
     )
 )  # fmt: skip
-"""Keys whose weights the model multiplies by through `linear`: only these may stay packed."""
+"""Keys whose weights the model multiplies by: only these may stay packed."""
+
+JOINED = {"ffn.experts.w1": 0, "ffn.experts.w3": 1}
+"""Keys that kernels take as one matrix, "ffn.experts.w13", and which of its halves they are."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ds4jax import formats, params, stored, tensors
+from ds4jax import formats as file_formats
+from ds4jax import params, stored, tensors
 from ds4jax.config import ModelConfig, RuntimeConfig
 from ds4jax.params import Params
 from ds4jax.tensors import TensorClass, TensorSpec
@@ -75,11 +76,11 @@ def init_random(
             that are no whole number of blocks.
     """
     specs = [s for s in tensors.specs(cfg) if s.required]
-    forms = {s.name: _form(s, dict(types or {}), runtime) for s in specs}
-    builder = Builder(cfg, runtime, specs, forms, scan)
+    kinds = forms(cfg, runtime, types)
+    builder = Builder(cfg, runtime, specs, kinds, scan)
     for number, spec in enumerate(specs):
         one = jax.random.fold_in(key, number)
-        form = forms[spec.name]
+        form = kinds[spec.name]
         if form.format is not None:
             _put_packed(builder, spec, form.format, one)
         elif len(spec.shape) > 1 and spec.kind not in ("table", "hyper_connection"):
@@ -87,6 +88,17 @@ def init_random(
         else:
             builder.put(spec, _special(cfg, spec, one), 0)
     return builder.finish()
+
+
+def forms(
+    cfg: ModelConfig, runtime: RuntimeConfig, types: Mapping[TensorClass, str] | None = None
+) -> dict[str, Form]:
+    """The form of every tensor, by name.
+
+    Args, Raises: as of `init_random`.
+    """
+    specs = [s for s in tensors.specs(cfg) if s.required]
+    return {s.name: _form(s, dict(types or {}), runtime) for s in specs}
 
 
 def _form(spec: TensorSpec, types: dict[TensorClass, str], runtime: RuntimeConfig) -> Form:
@@ -146,7 +158,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
 
 
 def _put_packed(builder: Builder, spec: TensorSpec, format: str, key: jax.Array) -> None:
-    fmt = formats.FORMATS[format]
+    fmt = file_formats.FORMATS[format]
     row_bytes = fmt.row_bytes(spec.shape[-1])
     nbytes = math.prod(spec.shape[:-1]) * row_bytes
     fixed = _template(format, _std(spec))
@@ -193,7 +205,7 @@ def _template(format: str, std: float) -> Template:
 
 def _ue4m3(value: float) -> int:
     """Nearest scale byte other than 0."""
-    return 1 + int(np.abs(formats.SCALE_UE4M3[1:127] - value).argmin())
+    return 1 + int(np.abs(file_formats.SCALE_UE4M3[1:127] - value).argmin())
 
 
 def _e8m0(value: float) -> int:

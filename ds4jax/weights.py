@@ -28,8 +28,8 @@ from ds4jax.model_file import Draft, ModelFile
 from ds4jax.params import Params
 from ds4jax.stored import Packed, StoredTensor
 from ds4jax.tensors import TensorSpec
+from pallas_kernels import decode, packing
 from pallas_kernels import formats as device_formats
-from pallas_kernels import packing
 from pallas_kernels.packing import QuantArray
 
 PIECE_BYTES = 32 << 20
@@ -233,6 +233,9 @@ class Builder:
         self.on_host = jax.default_backend() == "cpu" if on_host is None else on_host
         self.layout = _layout(cfg, runtime, specs, forms, scan)
         self.forms = forms
+        self.joined = runtime.backend != "reference"
+        if self.joined:
+            _check_kernels(specs, forms)
         self.slots = _slots(self.layout)  # layer -> (group, unit, entry)
         self.buffers: dict[tuple[int, int, str], Leaf] = {}
         self.top: dict[str, Leaf] = {}
@@ -261,46 +264,64 @@ class Builder:
             if side is not None:
                 arrays = {k: np.asarray(v) for k, v in side.items()}
                 part = packing.pack(str(self.forms[spec.name].format), part, **arrays)
-            self._write(spec, lambda buffer, entry: _host_write(buffer, part, entry, first))
+            half = self._half(spec)
+            self._write(spec, lambda buffer, entry: _host_write(buffer, part, entry, first, half))
             return
         given = {k: jnp.asarray(v) for k, v in (side or {}).items()}
         array = jnp.asarray(data)
         self._write(
             spec,
             lambda buffer, entry: _device_write(
-                buffer, array, given, jnp.asarray([entry, first], jnp.int32)
+                buffer, array, given, jnp.asarray([entry, first], jnp.int32), self._half(spec)
             ),
         )
 
-    def _write(self, spec: TensorSpec, fn: Callable[[Leaf, int], Leaf]) -> None:
+    def _half(self, spec: TensorSpec) -> int | None:
+        """Which half of a joined matrix the tensor is, if any."""
+        return params.JOINED.get(spec.key) if self.joined else None
+
+    def place(self, spec: TensorSpec, make: Callable[[TensorSpec, int], Leaf]) -> tuple[Any, int]:
+        """Where the tensor's buffer is kept and its entry there; made if it does not exist yet."""
         if spec.layer is None:
-            buffer = self.top.get(spec.key)
-            if buffer is None:
-                buffer = self._allocate(spec, 1)
-            self.top[spec.key] = fn(buffer, 0)
-            return
+            if spec.key not in self.top:
+                self.top[spec.key] = make(spec, 1)
+            return spec.key, 0
         group, unit, entry = self.slots[spec.layer]
-        key = (group, unit, spec.key)
-        buffer = self.buffers.get(key)
-        if buffer is None:
-            buffer = self._allocate(spec, self.layout[group].count)
-        self.buffers[key] = fn(buffer, entry)
+        key = (group, unit, spec.key if self._half(spec) is None else "ffn.experts.w13")
+        if key not in self.buffers:
+            self.buffers[key] = make(spec, self.layout[group].count)
+        return key, entry
+
+    def _write(self, spec: TensorSpec, fn: Callable[[Leaf, int], Leaf]) -> None:
+        key, entry = self.place(spec, self._allocate)
+        held: dict[Any, Leaf] = self.top if spec.layer is None else self.buffers
+        held[key] = fn(held[key], entry)
+
+    def shapes(self, spec: TensorSpec, count: int) -> Leaf:
+        """Shapes and dtypes of the buffer of a stack of `count` layers."""
+        found = abstract_leaf(spec, self.forms[spec.name].name, count)
+        if self._half(spec) is not None:
+            found = jax.eval_shape(packing.interleave, found, found)
+        return found
 
     def _allocate(self, spec: TensorSpec, count: int) -> Leaf:
-        shapes = abstract_leaf(spec, self.forms[spec.name].name, count)
         xp: Any = np if self.on_host else jnp
-        return jax.tree.map(lambda s: xp.zeros(s.shape, s.dtype), shapes)
+        return jax.tree.map(lambda s: xp.zeros(s.shape, s.dtype), self.shapes(spec, count))
 
-    def finish(self) -> Params:
-        """The tree; buffers are given up one by one."""
+    def finish(self, on_device: Callable[[Leaf], Leaf] | None = None) -> Params:
+        """The tree; buffers are given up one by one.
+
+        Args: on_device: what makes a leaf of the tree of a buffer; None: a device array.
+        """
+        on_device = on_device or _on_device
         main, compress = params.rope_tables(self.cfg, self.max_ctx)
         groups = []
         for g, group in enumerate(self.layout):
             units: list[params.Weights] = [{} for _ in group.unit]
             for key in [k for k in self.buffers if k[0] == g]:
-                units[key[1]][key[2]] = _on_device(self.buffers.pop(key))
+                units[key[1]][key[2]] = on_device(self.buffers.pop(key))
             groups.append(tuple(units))
-        top = {k: jax.tree.map(lambda a: a[0], _on_device(v)) for k, v in self.top.items()}
+        top = {k: jax.tree.map(_first, on_device(v)) for k, v in self.top.items()}
         return Params(
             top=top,
             groups=tuple(groups),
@@ -308,6 +329,28 @@ class Builder:
             rope_compress=jnp.asarray(compress),
             layout=self.layout,
         )
+
+
+def abstract(
+    cfg: ModelConfig,
+    runtime: RuntimeConfig,
+    forms: Mapping[str, Form],
+    *,
+    scan: bool | None = None,
+) -> Params:
+    """The tree that a model's tensors in these forms become, as shapes and dtypes.
+
+    Args:
+        forms: form of every tensor, by name. scan: as of `load`.
+
+    Raises:
+        NotImplementedError: if the kernels cannot take the tensors in these forms.
+    """
+    specs = [s for s in tensors.specs(cfg) if s.name in forms]
+    builder = Builder(cfg, runtime, specs, forms, scan, on_host=True)
+    for spec in specs:
+        builder.place(spec, builder.shapes)
+    return builder.finish(on_device=lambda leaf: leaf)
 
 
 def abstract_leaf(spec: TensorSpec, form: str, count: int) -> Leaf:
@@ -350,6 +393,12 @@ def _np_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
+def _first(a: Any) -> Any:
+    """The only entry of a stack."""
+    shape = isinstance(a, jax.ShapeDtypeStruct)
+    return jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if shape else a[0]
+
+
 def _on_device(leaf: Leaf) -> Leaf:
     return jax.tree.map(jnp.asarray, leaf)
 
@@ -367,8 +416,66 @@ def _row_start(field: str, part: QuantArray, first: Any) -> Any:
     return first // 128 if tiles else first
 
 
-def _host_write(buffer: Leaf, part: Leaf, entry: int, first: int) -> Leaf:
+def _check_kernels(specs: list[TensorSpec], forms: Mapping[str, Form]) -> None:
+    """There must be kernels for all formats, and gate and up of a layer's experts must be alike."""
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for spec in specs:
+        format = forms[spec.name].format
+        if format is not None and format not in decode.DECODABLE and spec.key != "embed":
+            op = "experts" if spec.key.startswith("ffn.experts.") else "dense"
+            lacking.setdefault((op, format), []).append(spec.name)
+    if lacking:
+        text = "; ".join(
+            f"{op}: no kernel for {format} weights ({names[0]} and {len(names) - 1} more)"
+            for (op, format), names in lacking.items()
+        )
+        raise NotImplementedError(
+            f"{text}; there is one for {', '.join(sorted(decode.DECODABLE))} and plain floats"
+        )
+    kinds: dict[int | None, set[str]] = {}
+    for spec in specs:
+        if spec.key in params.JOINED:
+            kinds.setdefault(spec.layer, set()).add(forms[spec.name].name)
+    for layer, found in kinds.items():
+        if len(found) > 1:
+            raise NotImplementedError(
+                f"experts: the kernels take gate and up in one format, layer {layer} has"
+                f" {' and '.join(sorted(found))}"
+            )
+
+
+def _joined_fields(buffer: Leaf, part: Leaf) -> Iterator[tuple[str, Any, Any, int]]:
+    """Field by field: name, buffer with its halves on an axis of 2, a half's piece, that axis."""
+    plain = not isinstance(part, QuantArray)
+    fields = [("plain", part)] if plain else list(_fields(part))
+    for name, value in fields:
+        whole = buffer if plain else getattr(buffer, name)
+        at, run = (-2 if name in ("plain", "codes") else -1), packing.RUN
+        if name == "books":  # one for both: alike in matrices that may be joined
+            yield name, whole[..., None], value[..., None], value.ndim
+            continue
+        if name == "factor":
+            value, run = value[..., None], 1
+        elif name == "scales" and device_formats.get(part.format).scale == "tile":
+            repeat = packing.tile_rows(part) // run
+            xp: Any = np if isinstance(value, np.ndarray) else jnp
+            value, run = xp.repeat(value, repeat, -1)[..., : part.rows // run], 1
+        axis = value.ndim + at
+        new = (*value.shape[:axis], -1, 1, run, *value.shape[axis + 1 :])
+        old = (*whole.shape[: axis + 1], -1, 2, run, *whole.shape[axis + 2 :])
+        yield name, whole.reshape(old), value.reshape(new), axis + 1
+
+
+def _host_write(buffer: Leaf, part: Leaf, entry: int, first: int, half: int | None = None) -> Leaf:
     """Assigns a piece in place; `first` counts experts where there are any, else rows."""
+    if half is not None:
+        for _, whole, value, of_halves in _joined_fields(buffer, part):
+            at: list[Any] = [slice(None)] * value.ndim
+            at[0] = slice(first, first + value.shape[0])
+            if whole.shape[of_halves + 1] == 2:
+                at[of_halves] = slice(half, half + 1)
+            whole[(entry, *at)] = value
+        return buffer
     if not isinstance(part, QuantArray):
         buffer[entry, first : first + part.shape[0]] = part
         return buffer
@@ -384,11 +491,30 @@ def _host_write(buffer: Leaf, part: Leaf, entry: int, first: int) -> Leaf:
     return buffer
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _device_write(buffer: Leaf, data: jax.Array, side: dict[str, jax.Array], at: jax.Array) -> Leaf:
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="half")
+def _device_write(
+    buffer: Leaf,
+    data: jax.Array,
+    side: dict[str, jax.Array],
+    at: jax.Array,
+    half: int | None = None,
+) -> Leaf:
     """Packs a piece (or takes it plain) and writes it at [entry, first], in place."""
     entry, first = at[0], at[1]
     zero = jnp.int32(0)
+    if half is not None:
+        piece: Any = data
+        if isinstance(buffer, QuantArray):
+            piece = packing.pack(buffer.format, data, **side)
+        done: dict[str, Any] = {}
+        for name, whole, value, of_halves in _joined_fields(buffer, piece):
+            where: list[Any] = [entry, first, *(zero,) * (value.ndim - 1)]
+            if whole.shape[of_halves + 1] == 2:
+                where[of_halves + 1] = jnp.int32(half)
+            old = buffer if name == "plain" else getattr(buffer, name)
+            made = jax.lax.dynamic_update_slice(whole, value[None].astype(old.dtype), where)
+            done[name] = made.reshape(old.shape)
+        return done["plain"] if "plain" in done else dataclasses.replace(buffer, **done)
     if not isinstance(buffer, QuantArray):
         at_plain = (entry, first, *(zero,) * (data.ndim - 1))
         return jax.lax.dynamic_update_slice(buffer, data[None].astype(buffer.dtype), at_plain)

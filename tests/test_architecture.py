@@ -11,14 +11,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 ORDER = """
-pallas_kernels: backend dot formats norm rope ring hyper router rounding compressor indexer \
-  row_selection attention cached_attention compressed_rows decode packing dense experts
+pallas_kernels: backend dot formats norm rope ring hyper rounding compressor indexer \
+  row_selection attention cached_attention compressed_rows decode packing dense experts router \
+  streams qkv
 ds4jax: config errors formats quant mix quantize quantize_mix
 ds4jax: tokenizer gguf checkpoint gguf_write checkpoint_write tensors hparams hparams_draft \
   hparams_write stored memory model_report model_file convert_types convert convert_hf
 ds4jax: chat_request chat_texts chat chat_json tool_markup parser
-ds4jax: params cache linear sequence layers model functional weights synthetic
-ds4jax: plan pages request refusals answer telemetry front health scheduler
+ds4jax: params cache linear sequence layers fused model functional weights synthetic
+ds4jax: plan pages request refusals answer telemetry front health qualify scheduler
 ds4jax: sampling step engine evaluate local
 ds4jax: wire client remote system
 ds4jax.commands: common progress running interrupts generate chat convert detokenize doctor \
@@ -30,7 +31,7 @@ ds4jax_server: settings errors request_log probes incoming engine metrics conver
 """A module imports only from those before it. Imports inside functions are lazy on purpose."""
 
 NEEDS_JAX = {
-    "params", "cache", "linear", "sequence", "layers", "model", "functional", "weights",
+    "params", "cache", "linear", "sequence", "layers", "fused", "model", "functional", "weights",
     "synthetic", "sampling", "step", "engine", "evaluate", "local",
 }  # fmt: skip
 """Modules of ds4jax that may import JAX; all others must not, not even through what they import."""

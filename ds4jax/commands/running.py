@@ -302,6 +302,11 @@ def load(
             f" {lanes} x {ctx} tokens: {size(plan.total)}{free}; {platform}, {run.dtype},"
             f" {run.numerics}, {run.backend}",
         )
+        if run.backend != "reference":
+            from ds4jax import fused
+
+            for line in fused.backends(run).notes:
+                common.note(args, line)
 
     return local.load(model.file, options, on_plan=on_plan, progress=shown.load)
 
