@@ -54,9 +54,6 @@ CompileProgress = Callable[[str, int, int, float], None]
 CPU_ROWS = 128
 """Rows of the one program that a CPU runs: padded rows cost nothing there."""
 
-MIN_CACHED_SECONDS = 0.2
-"""Programs that compile faster than this are not worth a file in the compilation cache."""
-
 
 class DeviceError(RuntimeError):
     """The device that was asked for is not there."""
@@ -128,7 +125,7 @@ def use_compile_cache(directory: Path, platform: str) -> None:
     """Keep compiled programs for the next start, apart for every kind of machine."""
     place = directory / f"{platform}-{_machine_digest(platform)}"
     jax.config.update("jax_compilation_cache_dir", str(place))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_CACHED_SECONDS)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # all of them
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 

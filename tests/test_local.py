@@ -266,6 +266,7 @@ def test_compiled_programs_are_kept_apart_by_machine(
     local.use_compile_cache(tmp_path, "cpu")
     place = Path(str(set_to["jax_compilation_cache_dir"]))
     assert place.parent == tmp_path and place.name.startswith("cpu-")
+    assert set_to["jax_persistent_cache_min_compile_time_secs"] == 0  # a restart compiles nothing
     monkeypatch.setattr(jax, "__version__", "0.0.1")
     local.use_compile_cache(tmp_path, "cpu")
     assert set_to["jax_compilation_cache_dir"] != str(place)
