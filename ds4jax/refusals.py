@@ -77,6 +77,16 @@ def deadline_passed(after: float) -> ServiceError:
     )
 
 
+def queue_timeout(after: float) -> ServiceError:
+    """No lane became free within the server's own limit."""
+    return ServiceError(
+        "DEADLINE_EXCEEDED",
+        "QUEUE_TIMEOUT",
+        f"no lane became free within {after:.3f} s: try again later",
+        retry_after=1.0,
+    )
+
+
 def duplicate_id(request_id: str) -> ServiceError:
     """A call with this id is still running."""
     return ServiceError(

@@ -11,6 +11,7 @@ What a lane computes never depends on what is decided here; only when it is comp
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class SchedulerConfig:
     """
 
     max_waiting: int = 64  # requests
+    queue_timeout: float | None = None  # longest wait for a lane; None: no limit
     coalesce: float = 0.020  # idle window before the first plan; 0: none
     decode_steps_per_chunk: int = 8
     max_prefill_lanes: int = 2
@@ -65,6 +67,8 @@ class SchedulerConfig:
         ):  # fmt: skip
             if not getattr(self, name) >= low:
                 problems.append(f"{name} is {getattr(self, name)}, must be at least {low}")
+        if self.queue_timeout is not None and not self.queue_timeout > 0:
+            problems.append(f"queue_timeout is {self.queue_timeout}, must be above 0")
         if problems:
             raise config.ConfigError("scheduler", problems)
 
@@ -370,6 +374,8 @@ class Scheduler:
                 times.append(request.deadline)
             if request.time_limit is not None:
                 times.append(request.arrival + request.time_limit)
+            if self.settings.queue_timeout is not None:
+                times.append(self._queue_end(request))
         for lane in self._all_lanes():
             if lane.suspended_at is not None and not lane.paused:
                 times.append(lane.suspended_at + self.settings.slow_client_grace)
@@ -377,7 +383,8 @@ class Scheduler:
             times.append(self._window_until)
         if self._health.due is not None:
             times.append(self._health.due)
-        return max(0.001, min(times) - now) if times else None
+        soonest = min(times, default=math.inf)
+        return None if soonest == math.inf else max(0.001, soonest - now)
 
     # ---- queue, admission ----------------------------------------------------------------------
 
@@ -779,11 +786,21 @@ class Scheduler:
             if request.deadline is not None and now >= request.deadline:
                 error = refusals.deadline_passed(now - request.arrival)
                 self._end_request(request, "deadline", error)
+            elif self._queue_end(request) <= now:
+                error = refusals.queue_timeout(now - request.arrival)
+                self._end_request(request, "queue_timeout", error)
             elif request.time_limit is not None and now >= request.arrival + request.time_limit:
                 if request.progress.phase is Phase.QUEUED:
                     request.stream.put(Started(now, now - request.arrival))
                 for lane in [x for x in self._all_lanes() if x.request is request]:
                     self._end_lane(lane, Ended(now, lane.spec.candidate, Finish.TIME_LIMIT))
+
+    def _queue_end(self, request: Request) -> float:
+        """When a request has waited for too long."""
+        limit = self.settings.queue_timeout
+        if limit is None or not request.id or request.progress.phase is not Phase.QUEUED:
+            return math.inf
+        return request.arrival + limit
 
     def _update_suspensions(self, now: float) -> None:
         grace = self.settings.slow_client_grace

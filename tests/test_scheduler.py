@@ -410,6 +410,21 @@ def test_a_deadline_before_the_estimated_start_is_refused_at_once() -> None:
     bench.submit(spec(5, 20), deadline=bench.clock.now + 100)
 
 
+def test_a_request_waits_no_longer_than_the_queue_allows() -> None:
+    bench = Bench(num_slots=1, step=1.0, settings={"queue_timeout": 10.0})
+    running = bench.submit(spec(5, 40))
+    queued = bench.submit(spec(5, 2), deadline=bench.clock.now + 1000)
+    bench.run()
+    assert len(ids(drain(running))) == 40  # a request that has its lane has all the time
+    (last,) = drain(queued)
+    assert isinstance(last, Failed)
+    assert (last.error.code, last.error.reason) == ("DEADLINE_EXCEEDED", "QUEUE_TIMEOUT")
+    assert 10 <= last.at - queued.arrival <= 12
+    assert bench.scheduler.counters.cancelled == {"queue_timeout": 1}
+    with pytest.raises(config.ConfigError, match="queue_timeout"):
+        SchedulerConfig(queue_timeout=0.0)
+
+
 def test_a_time_limit_is_a_finish_and_keeps_the_tokens() -> None:
     bench = Bench(num_slots=1, step=1.0)
     lane = spec(5, 100)

@@ -100,7 +100,7 @@ def test_flags_reach_the_settings(nano: running.Opened) -> None:
     assert (config.port, config.grace, config.default_max_tokens) == (0, 7.0, 11)
     s = config.scheduler
     assert (s.max_waiting, s.coalesce, s.decode_steps_per_chunk) == (5, 0.0, 3)
-    assert (s.slow_client_grace, s.watchdog) == (4.0, 9.0)
+    assert (s.slow_client_grace, s.watchdog, s.queue_timeout) == (4.0, 9.0, 12.0)
     assert dict(config.shown)["ctx"] == "512" and "auth_token_file" not in dict(config.shown)
 
 
@@ -112,6 +112,7 @@ def test_flags_reach_the_settings(nano: running.Opened) -> None:
     (["--lanes", "9"], "triton", (8, 16), (128, 512, 2048)),
     (["--lanes", "64", "--prefill-chunk", "512"], "triton", (8, 16, 32, 64), (128, 512)),
     (["--lanes", "64", "--prefill-chunk", "64"], "triton", (8, 16, 32, 64), (64,)),
+        "--queue-timeout", "12",
 ])  # fmt: skip
 def test_buckets(flags: list[str], backend: Any, rows: Any, chunks: Any) -> None:
     args = parse("nano", *flags)

@@ -79,6 +79,8 @@ def _add_capacity(parser: argparse.ArgumentParser) -> None:
                        " else 2048")  # fmt: skip
     group.add_argument("--decode-steps-per-chunk", type=common.integer(1, 1 << 16), default=8,
                        metavar="N", help="decode steps after every chunk of a prompt")  # fmt: skip
+    group.add_argument("--queue-timeout", type=common.number(0.001, 86400), metavar="SECONDS",
+                       help="longest wait for a lane; none")  # fmt: skip
     group.add_argument("--coalesce", type=common.number(0, 10), default=0.02, metavar="SECONDS",
                        help="wait for company when idle")  # fmt: skip
     group.add_argument("--default-max-tokens", type=common.integer(1, 1 << 31, "tokens"),
@@ -209,6 +211,7 @@ def server_config(args: argparse.Namespace, model: running.Opened, ctx: int) -> 
             watchdog=args.watchdog,
         ),
         shown=tuple({**shown, "model": model.name, "ctx": str(ctx)}.items()),
+            queue_timeout=args.queue_timeout,
     )
 
 

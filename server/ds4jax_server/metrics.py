@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -139,7 +139,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
         self._places = threading.Semaphore(16)
-        super().__init__(address[:2], _Handler)
+        super().__init__((str(address[0]), int(address[1])), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve it in a thread, or close it if too many are served."""
@@ -187,6 +187,19 @@ class _EngineCollector:
         if view is not None:
             yield _gauge("ds4jax_kv_pages_used", "Pages owned by lanes.", view.pages.owned)
             yield _gauge("ds4jax_kv_pages_total", "Pages of the pool.", view.pages.total)
+            yield _gauge("ds4jax_lanes_parked", "Lanes without pages.", view.parked)
+        steps = CounterMetricFamily(
+            "ds4jax_steps", "Steps by program size.", labels=["phase", "bucket"]
+        )
+        for (phase, rows), count in sorted(c.by_bucket.copy().items()):
+            steps.add_metric([phase, str(rows)], count)
+        yield steps
+        rows_by = {"real": c.rows_real, "padded": c.rows_padded}
+        yield _by("ds4jax_step_rows", "Rows of steps.", "kind", rows_by)
+        spent = {
+            "wait": c.wait_seconds, "dispatch": c.dispatch_seconds, "host": c.host_seconds,
+        }  # fmt: skip
+        yield _by("ds4jax_engine_seconds", "Engine thread: device, calls, rest.", "what", spent)
         for what in ("lookups", "hits"):
             yield _counter(f"ds4jax_prefix_cache_{what}", f"Prefix cache {what}.", 0)
         yield _counter("ds4jax_spec_drafts", "Lane steps that verified drafts.", c.spec_steps)
@@ -196,24 +209,24 @@ class _EngineCollector:
             "ds4jax_spec_accepted_tokens", "Draft tokens accepted.", "position", c.accepted_at
         )
         yield _by("ds4jax_cancelled", "Requests ended before time.", "reason", c.cancelled)
-        yield _counter("ds4jax_slow_client", "Requests ended for not reading.", c.slow_clients)
+        slow = {"suspended": c.suspensions, "ended": c.slow_clients}
+        yield _by("ds4jax_slow_client", "Lanes suspended, requests ended.", "reason", slow)
         yield _counter("ds4jax_preemptions", "Lanes parked.", c.preemptions)
-        yield _counter("ds4jax_suspensions", "Lanes suspended.", c.suspensions)
+        yield _counter("ds4jax_forked_tokens", "Prefill that candidates shared.", c.forked_tokens)
+        faults = {"non_finite": c.non_finite, "watchdog": c.watchdog, "device": c.device_errors}
+        yield _by("ds4jax_faults", "Faults of lanes and device.", "reason", faults)
         yield _counter("ds4jax_health_changes", "Changes of health.", scheduler.health_changes)
         yield from self._executor_metrics(executor)
 
     def _executor_metrics(self, executor: Any) -> Iterator[Metric]:
         counters = executor.counters()
-        compiles = CounterMetricFamily(
-            "ds4jax_compilations", "Programs compiled.", labels=["program"]
-        )
-        named = {k.partition(":")[2]: v for k, v in counters.items() if k.startswith("compiles:")}
-        for program, count in (named or {"all": counters["compiles"]}).items():
-            compiles.add_metric([program], count)
-        yield compiles
-        yield _counter(
-            "ds4jax_compile_seconds", "Time spent compiling.", counters["compile_seconds"]
-        )
+        for name, key, text in (
+            ("ds4jax_compilations", "compiles", "Programs compiled."),
+            ("ds4jax_compile_seconds", "compile_seconds", "Time spent compiling."),
+        ):
+            named = {k.partition(":")[2]: v for k, v in counters.items() if k.startswith(f"{key}:")}
+            named["other"] = counters[key] - sum(named.values())
+            yield _by(name, text, "program", named)
         yield _counter(
             "ds4jax_compilations_after_ready", "Must stay 0.", counters["compiles_after_ready"]
         )
@@ -233,9 +246,9 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(name, text, value=value)
 
 
-def _by(name: str, text: str, label: str, values: dict[Any, int]) -> Metric:
+def _by(name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:
     family = CounterMetricFamily(name, text, labels=[label])
-    for key, value in sorted(values.items()):
+    for key, value in sorted(dict(values).items()):
         family.add_metric([str(key)], value)
     return family
 
