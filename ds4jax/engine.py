@@ -42,6 +42,9 @@ from ds4jax.step import Bucket, LaneRows
 SNAPSHOT_PAGES = 64
 """Pages moved by one call of the snapshot programs."""
 
+RESERVE_BYTES = 512 << 20
+"""Kept free on a device that tells how much it has, beside everything that is planned."""
+
 Progress = Callable[[str, int, int, float], None]
 """(program name, number, how many, seconds)."""
 
@@ -208,7 +211,10 @@ class DeviceExecutor:
     def warm_up(self, progress: Progress | None = None, *, snapshots: bool = True) -> None:
         """Compile every program; afterwards nothing compiles. `progress` after each one.
 
-        Args: snapshots: False leaves out the programs of `park` and `restore`.
+        Args: snapshots: False leaves out the programs of `park`, `restore` and `fork`.
+
+        Raises:
+            MemoryError: the programs' work space does not fit beside the arrays.
         """
         names: list[tuple[str, Callable[[], Any]]] = []
         for bucket in self.buckets():
@@ -221,6 +227,7 @@ class DeviceExecutor:
             make()
             if progress is not None:
                 progress(name, i + 1, len(names), time.perf_counter() - start)
+        self._check_work_space()
         self._ready = (self._counter.count, self._counter.traces)
 
     @property
@@ -543,21 +550,33 @@ class DeviceExecutor:
         out["weights"] = sum(int(x.nbytes) for x in jax.tree.leaves(self._params))
         return out
 
-    def _check_memory(self) -> None:
+    def _free_bytes(self) -> int | None:
+        """Bytes that the device still grants, or None if it does not tell."""
         device = next(iter(jax.tree.leaves(self._params)[0].devices()))
         stats = device.memory_stats() or {}
         limit = stats.get("bytes_limit")
-        if limit is None:
-            return
+        return None if limit is None else int(limit) - int(stats.get("bytes_in_use", 0))
+
+    def _check_memory(self) -> None:
         plan = planned_bytes(self.cfg, self.run, self._params)
-        free = limit - stats.get("bytes_in_use", 0)
-        need = sum(plan.values()) - plan["weights"]
-        if need > free:
-            table = "\n".join(f"  {k:12} {v:>16,}" for k, v in plan.items())
-            raise MemoryError(
-                f"cache and lane state need {need:,} bytes, {free:,} are free on {device}: lower"
-                f" --ctx or --lanes\n{table}"
-            )
+        self._refuse_beyond(sum(plan.values()) - plan["weights"], "cache and lane state", plan)
+
+    def _check_work_space(self) -> None:
+        """After compilation, when the programs say what they need beside all arrays."""
+        plan = dict(self.memory_plan())
+        plan["reserve"] = RESERVE_BYTES
+        need = plan["program_temporaries"] + RESERVE_BYTES
+        self._refuse_beyond(need, "the programs' work space and a reserve", plan)
+
+    def _refuse_beyond(self, need: int, what: str, plan: Mapping[str, int]) -> None:
+        free = self._free_bytes()
+        if free is None or need <= free:
+            return
+        table = "\n".join(f"  {k:20} {v:>16,}" for k, v in plan.items())
+        raise MemoryError(
+            f"{what} need {need:,} bytes, {free:,} are free on the device: lower --ctx or --lanes"
+            f"\n{table}"
+        )
 
     def close(self) -> None:
         """See `plan.Executor`."""

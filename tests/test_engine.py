@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from ds4jax import cache as cache_lib
-from ds4jax import step
-from ds4jax.config import SamplingParams
-from ds4jax.engine import DeviceExecutor
-from ds4jax.plan import Chunk, DecodeRow, LaneSpec, ReasoningLimit, StepPlan, forced_token
+from ds4jax import qualify, step
+from ds4jax.config import RuntimeConfig, SamplingParams
+from ds4jax.engine import RESERVE_BYTES, DeviceExecutor
+from ds4jax.plan import (
+    Chunk,
+    DecodeRow,
+    LaneSpec,
+    ReasoningLimit,
+    StepPlan,
+    TokenResult,
+    forced_token,
+)
 from tests import tiny
 from tests.executor_contract import ExecutorContract, decode, generate, prefill
 
@@ -45,6 +54,86 @@ def test_planned_bytes_are_allocated_bytes(engine: DeviceExecutor) -> None:
     assert engine.allocated_bytes() == plan
 
 
+def test_the_bytes_are_those_of_the_specification() -> None:
+    """Sizes of the published model: 6,880 bytes a token, index state at twice the index width."""
+    flash = tiny.config(
+        (0, 0, *(4, 128) * 20, 4), hidden_size=4096, num_heads=64, head_dim=512, rope_head_dim=64,
+        index_head_dim=128, index_topk=512, sliding_window=128,
+    )  # fmt: skip
+    slots, pages, k = 6, 192, 2
+    run = RuntimeConfig(dtype="bfloat16", num_slots=slots, num_pages=pages, max_ctx=24576)
+    plan = cache_lib.plan_bytes(flash, run)
+    per_page = {"comp4": 21 * 32 * 512 * k, "comp128": 20 * 512 * k, "index4": 21 * 32 * 128 * k}
+    per_slot = {
+        "raw": 43 * 128 * 512 * k, "state4": 21 * 16 * (2 * 512) * 2 * 4,
+        "istate4": 21 * 16 * (2 * 128) * 2 * 4, "state128": 20 * 128 * 512 * 2 * 4,
+    }  # fmt: skip
+    for name, size in per_page.items():
+        assert plan[name] == (pages + 1) * size
+    for name, size in per_slot.items():
+        assert plan[name] == (slots + 1) * size
+    assert sum(per_page.values()) / 128 == 6880
+    mib = {"raw": 32.25, "comp4": 126.0, "comp128": 3.75, "index4": 31.5, "state128": 60.0}
+    for name, size in mib.items():  # without slot and page of the trash
+        count = plan[name] * (pages / (pages + 1) if name in per_page else slots / (slots + 1))
+        assert count / 2**20 == pytest.approx(size)
+
+
+def test_rings_hold_what_a_rejected_step_needs() -> None:
+    for drafts, sizes in ((0, (128, 16, 128)), (7, (144, 16, 144)), (15, (144, 32, 144))):
+        run = RuntimeConfig(max_drafts=drafts)
+        shapes = cache_lib.shapes(tiny.config((4, 128), sliding_window=128), run)
+        rings = tuple(shapes[k].shape[2] for k in ("raw", "state4", "state128"))
+        assert rings == sizes
+        for ring, least in zip(rings, (127, 7, 127), strict=True):
+            assert ring >= least + drafts + 1 and ring % 16 == 0
+
+
+def test_what_does_not_fit_the_device_is_refused_with_the_plan(
+    engine: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceExecutor, "_free_bytes", lambda self: 1000)
+    cfg, params = tiny.model()
+    with pytest.raises(MemoryError, match=r"cache and lane state(.|\n)*istate4"):
+        DeviceExecutor(cfg, params, tiny.run_config())
+    with pytest.raises(MemoryError, match=r"work space(.|\n)*program_temporaries(.|\n)*reserve"):
+        engine._check_work_space()
+    temporaries = engine.memory_plan()["program_temporaries"]
+    monkeypatch.setattr(DeviceExecutor, "_free_bytes", lambda self: temporaries + RESERVE_BYTES)
+    engine._check_work_space()
+
+
+def test_a_step_is_one_transfer_each_way(engine: DeviceExecutor) -> None:
+    """One packed vector goes in beside what is on the device, one array comes out."""
+    seen: list[tuple[int, int]] = []
+    programs = dict(engine._programs)
+
+    def spy(program: Any) -> Any:
+        def run(*args: Any) -> Any:
+            host = [x for x in jax.tree.leaves(args) if not isinstance(x, jax.Array)]
+            assert all(x.dtype == np.int32 and x.ndim == 1 for x in host)
+            cache, results = program(*args)
+            seen.append((len(host), len(jax.tree.leaves(results))))
+            return cache, results
+
+        return run
+
+    spec = make(20, 5)
+    ref = engine.admit(spec)
+    assert ref is not None
+    engine._programs = {k: spy(v) if isinstance(k, step.Bucket) else v for k, v in programs.items()}
+    try:
+        syncs = engine.counters()["host_syncs"]
+        prefill(engine, ref, spec)
+        for _ in range(4):
+            decode(engine, [ref])
+        assert engine.counters()["host_syncs"] - syncs == len(seen) == 5
+    finally:
+        engine._programs = programs
+        engine.retire(ref)
+    assert set(seen) == {(1, 1)}
+
+
 def test_cache_is_updated_in_place(engine: DeviceExecutor) -> None:
     spec = make(5, 3)
     ref = engine.admit(spec)
@@ -68,15 +157,13 @@ def test_nothing_compiles_while_a_lane_grows_to_600(engine: DeviceExecutor) -> N
     one_by_one = generate(engine, spec)
     assert len(one_by_one) == 600
     generate(engine, with_chunks)
-    assert engine.counters()["compiles_after_ready"] == 0
+    counters = engine.counters()
+    assert (counters["compiles_after_ready"], counters["traces_after_ready"]) == (0, 0)
+    assert sum(v for k, v in counters.items() if k.startswith("compiles:")) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_neighbours_change_nothing(engine: DeviceExecutor, temperature: float) -> None:
-    sampling = SamplingParams(temperature=temperature, seed=0, top_logprobs=4)
-    spec = make(131, 20, sampling=sampling)
-    alone = generate(engine, spec)
-    others = [make(7, 60, seed=5), make(250, 60, seed=6)]
+def beside(engine: DeviceExecutor, spec: LaneSpec, others: list[LaneSpec]) -> list[TokenResult]:
+    """Tokens of a lane that moves among others, all or some of which are in every step."""
     refs = []
     for other in others:
         ref = engine.admit(other)
@@ -87,12 +174,24 @@ def test_neighbours_change_nothing(engine: DeviceExecutor, temperature: float) -
     mine = engine.admit(spec)
     assert mine is not None
     got = list(prefill(engine, mine, spec).tokens)
-    for i in range(19):
-        group = [refs[0], mine, refs[1]] if i % 2 else [mine, *refs[: i % 3]]
+    while len(got) < spec.max_output_tokens:
+        place = len(got) % (len(refs) + 1)
+        group = [*refs[:place], mine, *refs[place:]]
+        if place == len(refs) > 1:
+            group = group[-2:]
         got.append(decode(engine, group)[group.index(mine)])
-    assert got == alone
     for ref in [*refs, mine]:
         engine.retire(ref)
+    return got
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("length", [3, 126, 131])  # output crosses both kinds of boundary
+def test_neighbours_change_nothing(engine: DeviceExecutor, temperature: float, length: int) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=0, top_logprobs=4)
+    spec = make(length, 20, sampling=sampling)
+    others = [make(7, 60, seed=5), make(250, 60, seed=6)]
+    assert beside(engine, spec, others) == generate(engine, spec)
 
 
 def test_a_nan_lane_harms_nobody(engine: DeviceExecutor) -> None:
@@ -157,13 +256,17 @@ def test_too_many_rows_are_refused(engine: DeviceExecutor) -> None:
 
 
 def test_the_switch_that_breaks_row_independence_is_seen(engine: DeviceExecutor) -> None:
-    """The comparison above can fail: rows computed together give other bits."""
+    """The comparisons above can fail: rows computed together, in programs of two sizes."""
     cfg, params = tiny.model()
-    broken = DeviceExecutor(cfg, params, tiny.run_config(), batched=True)
-    spec = make(131, 20)
-    got, exact = generate(broken, spec), generate(engine, spec)
-    assert [t.logprob for t in got] != [t.logprob for t in exact]
-    error = max(abs(a.logprob - b.logprob) for a, b in zip(got[:4], exact[:4], strict=True))  # type: ignore[operator]
+    run = tiny.run_config(num_slots=9, row_buckets=(8, 16), prefill_buckets=(16,))
+    broken = DeviceExecutor(cfg, params, run, batched=True)
+    spec = make(21, 20)
+    alone, exact = generate(broken, spec), generate(engine, spec)
+    assert [t.logprob for t in alone] != [t.logprob for t in exact]
+    error = max(abs(a.logprob - b.logprob) for a, b in zip(alone[:4], exact[:4], strict=True))  # type: ignore[operator]
     assert error < 1e-3
+    others = [make(5 + n, 60, seed=n) for n in range(8)]
+    assert beside(broken, spec, others) != alone, "the number of lanes is not seen"
+    assert qualify.difference(broken) is not None and qualify.difference(engine) is None
     broken.close()
     jax.clear_caches()

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ import pytest
 from ds4jax_server.pb import generation_pb2 as pb
 from ds4jax_server.pb import generation_pb2_grpc as pb_grpc
 
-from ds4jax import cli
+from ds4jax import cli, qualify
 from ds4jax.client import Client
 from ds4jax.commands import common, running, serve, top
-from ds4jax.config import RuntimeConfig, StoppingCriteria
+from ds4jax.config import (
+    DEFAULT_SLOTS,
+    MAX_SLOTS,
+    ConfigError,
+    RuntimeConfig,
+    StoppingCriteria,
+)
 from tests.serve_tools import fake, serving, until
 from tests.text_tools import toy_tokenizer
 
@@ -35,6 +42,15 @@ def parse(*arguments: str) -> argparse.Namespace:
     return args
 
 
+@pytest.fixture(autouse=True)
+def _log() -> Iterator[None]:
+    """The command sends its log to the stderr of its own test."""
+    yield
+    logger = logging.getLogger("ds4jax")
+    logger.handlers.clear()
+    logger.propagate = True
+
+
 @pytest.fixture(scope="module")
 def nano() -> running.Opened:
     return running.open_model(parse("nano"))
@@ -46,6 +62,7 @@ def nano() -> running.Opened:
 @pytest.mark.parametrize(("flags", "says"), [
     (["--experts-per-token", "99"], "the model uses"),
     (["--experts-per-token", "1", "--exact"], "--exact refuses"),
+    (["--allow-unqualified", "--exact"], "gives up what --exact demands"),
     (["--spec", "adaptive"], "does not speculate"),
     (["--spec", "fixed:7"], "does not speculate"),
     (["--draft", "x.gguf"], "does not speculate"),
@@ -95,6 +112,7 @@ def test_flags_reach_the_settings(nano: running.Opened) -> None:
         "nano", "--port", "0", "--queue", "5", "--coalesce", "0", "--decode-steps-per-chunk", "3",
         "--grace", "7", "--slow-client-grace", "4", "--watchdog", "9", "--default-max-tokens", "11",
         "--admin", "127.0.0.1:0", "--metrics-port", "0", "--log-format", "json",
+        "--queue-timeout", "12",
     )  # fmt: skip
     config = serve.server_config(args, nano, 512)
     assert (config.port, config.grace, config.default_max_tokens) == (0, 7.0, 11)
@@ -112,7 +130,6 @@ def test_flags_reach_the_settings(nano: running.Opened) -> None:
     (["--lanes", "9"], "triton", (8, 16), (128, 512, 2048)),
     (["--lanes", "64", "--prefill-chunk", "512"], "triton", (8, 16, 32, 64), (128, 512)),
     (["--lanes", "64", "--prefill-chunk", "64"], "triton", (8, 16, 32, 64), (64,)),
-        "--queue-timeout", "12",
 ])  # fmt: skip
 def test_buckets(flags: list[str], backend: Any, rows: Any, chunks: Any) -> None:
     args = parse("nano", *flags)
@@ -123,7 +140,14 @@ def test_buckets(flags: list[str], backend: Any, rows: Any, chunks: Any) -> None
     assert made.num_slots == args.lanes <= rows[-1]
 
 
-def test_one_slot_limit_and_the_pool() -> None:
+def test_one_slot_limit_and_the_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("nano").lanes == DEFAULT_SLOTS == RuntimeConfig().num_slots
+    assert parse("nano", "--lanes", str(MAX_SLOTS)).lanes == MAX_SLOTS
+    RuntimeConfig(num_slots=MAX_SLOTS)
+    with pytest.raises(ConfigError, match=f"must be in 1..{MAX_SLOTS}"):
+        RuntimeConfig(num_slots=MAX_SLOTS + 1)
+    assert cli.main(["serve", "nano", "--lanes", str(MAX_SLOTS + 1)]) == 2
+    assert str(MAX_SLOTS) in capsys.readouterr().err
     args = parse("nano", "--lanes", "3", "--kv-pool-tokens", "1000", "--experts-per-token", "2")
     made = serve.serving_run(args, RuntimeConfig())
     assert (made.num_slots, made.pages, made.num_experts_per_tok) == (3, 8, 2)
@@ -136,6 +160,7 @@ def test_the_loader_makes_an_executor_and_says_what_it_serves(
 
     warmed = []
     monkeypatch.setattr(DeviceExecutor, "warm_up", lambda self, progress: warmed.append(progress))
+    monkeypatch.setattr(qualify, "difference", lambda executor: None)
     own = nano.file.model_config.num_experts_per_tok
     for flags, approximate in (([], False), (["--experts-per-token", str(own - 1)], True)):
         args = parse(
@@ -146,6 +171,7 @@ def test_the_loader_makes_an_executor_and_says_what_it_serves(
         executor, model = serve.loader(args, nano, 512)(lambda *a, r=reports: r.append(a))
         assert executor.limits.num_slots == 2 and executor.limits.max_ctx == 512
         assert model.tokenizer is nano.tokenizer and model.platform == "cpu"
+        assert not model.unqualified
         assert model.approximate is approximate
         assert model.numerics_label == ("plain approximate" if approximate else "plain")
         assert len(model.digest) == len(model.fingerprint) == 64 and model.quantisation
@@ -153,6 +179,44 @@ def test_the_loader_makes_an_executor_and_says_what_it_serves(
         assert all(0 <= share <= 1 for _, share in reports)
         executor.close()
     assert len(warmed) == 2
+
+
+def test_a_device_whose_answers_depend_on_load_is_refused_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.qualified(parse("nano"), fake())
+    monkeypatch.setattr(qualify, "difference", lambda executor: "token 3 is another one")
+    with pytest.raises(common.Failure, match=r"token 3 is another one.*--allow-unqualified"):
+        serve.qualified(parse("nano"), fake())
+    assert not serve.qualified(parse("nano", "--allow-unqualified"), fake())
+    assert "every response says so" in capsys.readouterr().err
+
+
+def test_a_load_that_fails_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object) -> object:
+        def load(report: object) -> object:
+            raise common.Failure("no room for it")
+
+        return load
+
+    monkeypatch.setattr(serve, "loader", broken)
+    assert cli.main(["serve", "nano", "--port", "0"]) == 1
+    err = capsys.readouterr().err
+    assert "no room for it" in err and "Traceback" not in err
+
+
+def test_an_address_in_use_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(metrics_port=0) as s:
+        for flags in (
+            ["--port", s.address.rpartition(":")[2]],
+            ["--port", "0", "--metrics-port", str(s.server.metrics_port)],
+            ["--port", "0", "--admin", s.address],
+        ):
+            assert cli.main(["serve", "nano", *flags]) == 1
+            err = capsys.readouterr().err
+            assert "cannot bind" in err and "Traceback" not in err
 
 
 def test_without_grpc_the_extra_is_named(

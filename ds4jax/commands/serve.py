@@ -15,15 +15,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ds4jax.commands import common, running
+from ds4jax.config import DEFAULT_SLOTS, MAX_SLOTS
 
 if TYPE_CHECKING:
     from ds4jax_server.settings import Loader, ServedModel, ServerConfig
 
     from ds4jax.config import RuntimeConfig
     from ds4jax.local import Loaded
+    from ds4jax.plan import Executor
 
-DEFAULT_LANES = 6
-MAX_LANES = 1024
 MAX_DIGEST_BYTES = 2 << 30
 """Weight files up to this size are hashed at start, larger ones are not."""
 _ROW_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -68,7 +68,7 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
 
 def _add_capacity(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("capacity and scheduling")
-    group.add_argument("--lanes", type=common.integer(1, MAX_LANES), default=DEFAULT_LANES,
+    group.add_argument("--lanes", type=common.integer(1, MAX_SLOTS), default=DEFAULT_SLOTS,
                        metavar="N", help="requests computed at the same time")  # fmt: skip
     group.add_argument("--queue", type=common.integer(1, 1 << 16), default=64, metavar="N",
                        help="requests that may wait")  # fmt: skip
@@ -100,6 +100,8 @@ def _add_capacity(parser: argparse.ArgumentParser) -> None:
                        " approximation")  # fmt: skip
     guard.add_argument("--exact", action="store_true",
                        help="refuse every setting that leaves the model's mathematics")  # fmt: skip
+    guard.add_argument("--allow-unqualified", action="store_true",
+                       help="serve on a device whose answers depend on load")  # fmt: skip
     guard.add_argument("--spec", default="off", metavar="off|fixed:K|adaptive",
                        help="speculative decoding")  # fmt: skip
     guard.add_argument("--draft", metavar="MODEL", help="draft model")
@@ -157,6 +159,8 @@ def _refuse(args: argparse.Namespace, model: running.Opened) -> None:
             f"--experts-per-token {wanted} is an approximation of the model's {own} and --exact"
             " refuses one: leave one of them out"
         )
+    if args.exact and args.allow_unqualified:
+        problems.append("--allow-unqualified gives up what --exact demands: leave one of them out")
     kind = args.spec.partition(":")[0]
     if kind not in ("off", "fixed", "adaptive"):
         problems.append(f"--spec {args.spec}: must be off, fixed:K or adaptive")
@@ -207,11 +211,11 @@ def server_config(args: argparse.Namespace, model: running.Opened, ctx: int) -> 
             max_waiting=args.queue,
             coalesce=args.coalesce,
             decode_steps_per_chunk=args.decode_steps_per_chunk,
+            queue_timeout=args.queue_timeout,
             slow_client_grace=args.slow_client_grace,
             watchdog=args.watchdog,
         ),
         shown=tuple({**shown, "model": model.name, "ctx": str(ctx)}.items()),
-            queue_timeout=args.queue_timeout,
     )
 
 
@@ -262,18 +266,42 @@ def loader(args: argparse.Namespace, model: running.Opened, ctx: int) -> Loader:
             loaded = running.load(args, model, ctx, shown, lanes=args.lanes)
             run_config = serving_run(args, loaded.run)
             report("allocating", 0.0)
-            executor = DeviceExecutor(loaded.cfg, loaded.params, run_config)
 
             def on_program(name: str, number: int, count: int, seconds: float) -> None:
                 report(f"compiling {name}", number / count)
                 shown.compile(number, count, name)
 
-            shown.compile(0, 1)
-            executor.warm_up(on_program)
+            try:
+                executor = DeviceExecutor(loaded.cfg, loaded.params, run_config)
+                shown.compile(0, 1)
+                executor.warm_up(on_program)
+            except MemoryError as error:  # with the table of the plan
+                raise common.Failure(str(error)) from None
+        report("checking that lanes do not depend on each other", 1.0)
+        served = served_model(args, model, loaded, run_config)
+        served = dataclasses.replace(served, unqualified=not qualified(args, executor))
         common.note(args, f"ready: {args.lanes} lanes of {ctx} tokens")
-        return executor, served_model(args, model, loaded, run_config)
+        return executor, served
 
     return load
+
+
+def qualified(args: argparse.Namespace, executor: Executor) -> bool:
+    """Whether answers of this executor depend on their requests alone.
+
+    Raises:
+        Failure: they do not, and nobody has allowed that.
+    """
+    from ds4jax import qualify
+
+    found = qualify.difference(executor)
+    if found is None:
+        return True
+    text = f"this device is not qualified: its answers depend on load ({found})"
+    if not args.allow_unqualified:
+        raise common.Failure(f"{text}; --allow-unqualified serves on it all the same")
+    common.note(args, f"warning: {text}; every response says so")
+    return False
 
 
 def served_model(

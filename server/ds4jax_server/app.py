@@ -293,7 +293,11 @@ def _is_alive(path: str) -> bool:
 
 
 def run(config: ServerConfig, loader: Loader, *, lanes: int, announce: Any = None) -> int:
-    """Serve until told to stop; the exit code. `announce(server)` is called once it is bound."""
+    """Serve until told to stop; the exit code. `announce(server)` is called once it is bound.
+
+    Raises:
+        BindError: an address that cannot be bound. Exception: what loading the model has raised.
+    """
 
     # The engine thread wants the interpreter back right after each step, not 5 ms later.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -309,6 +313,9 @@ def run(config: ServerConfig, loader: Loader, *, lanes: int, announce: Any = Non
         return await server.wait()
 
     code = asyncio.run(main())
+    failed = engines[0].load_error if engines else None
+    if failed is not None:
+        raise failed
     if engines and not engines[0].ended.is_set():
         # It is still loading or compiling and cannot be interrupted: leave without it.
         logging.shutdown()

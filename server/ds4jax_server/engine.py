@@ -24,6 +24,10 @@ from ds4jax_server.settings import Loader, ServedModel, ServerConfig
 _LOG = logging.getLogger("ds4jax.server")
 
 
+class SelfTestFailed(RuntimeError):
+    """The first token after loading was no token."""
+
+
 class Engine:
     """Owner of the engine thread.
 
@@ -102,6 +106,11 @@ class Engine:
         return self._executor if self._scheduler is not None else None
 
     @property
+    def load_error(self) -> BaseException | None:
+        """Why there is no model, if loading has failed."""
+        return self.error if self._scheduler is None else None
+
+    @property
     def ready(self) -> bool:
         """Whether requests are welcome."""
         s = self._scheduler
@@ -150,7 +159,11 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._load()
+            try:
+                self._load()
+            except Exception as error:  # whoever started the server says what it is
+                self.error = error
+                return
             self._loop()
         except BaseException as error:
             self.error = error
@@ -175,7 +188,7 @@ class Engine:
         try:
             scheduler.self_test()
         except ServiceError as error:
-            raise RuntimeError(f"the self-test failed: {error.message}") from error
+            raise SelfTestFailed(f"the self-test failed: {error.message}") from error
         if self._drained:
             scheduler.drain()
         self._scheduler = scheduler

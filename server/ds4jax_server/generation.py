@@ -137,7 +137,7 @@ class Run:
         if model.approximate:
             out.append(("ds4jax-approximate", f"experts_per_token={model.experts_per_token}"))
         if model.unqualified:
-            out.append(("ds4jax-unqualified", "device pair"))
+            out.append(("ds4jax-unqualified", "answers may depend on load"))
         return tuple(out)
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
