@@ -3,14 +3,16 @@
 Lowers a kernel for ROCm with JAX, hands its Triton IR to the Triton package's HIP compiler and
 reads the assembly: registers, spills, scratch, shared memory, widths of loads, matrix instructions.
 The gate in `tests/test_amd.py` is built on it. `python -m bench.amd_isa` writes docs/amd_isa.md;
-`--json OUT` keeps the figures, `--table FILE` makes the page from such a file. Nothing here is a
-time; what the page says about arithmetic and bandwidth is an estimate from instruction counts.
+`--json FILE` keeps the figures (what FILE knows already is not compiled again), `--table FILE`
+makes the page from such a file. Nothing here is a time; what the page says about arithmetic and
+bandwidth is an estimate from instruction counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import re
 import sys
@@ -75,6 +77,12 @@ class Kernel:
     num_warps: int
     num_stages: int
 
+    @property
+    def source(self) -> str:
+        """Hash of what is compiled."""
+        text = f"{self.num_warps} {self.num_stages} {self.ir}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
@@ -91,6 +99,8 @@ class Figures:
     loads: dict[str, int]
     matrix: dict[str, int]
     code_bytes: int
+    source: str = ""
+    """What it was compiled from: `Kernel.source`."""
     loop: dict[str, int] = dataclasses.field(default_factory=dict)
     """Of one pass of one wave through the loop that loads most (or all of it, without a loop):
     vector instructions, matrix instructions, bytes loaded."""
@@ -188,7 +198,8 @@ def compile_for(kernel: Kernel, arch: str) -> Figures:
         path.write_text(kernel.ir, encoding="utf-8")
         options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
         built = triton.compile(str(path), target=target, options=options)
-    return read(kernel.name, arch, built.asm["amdgcn"], int(built.metadata.shared))
+    found = read(kernel.name, arch, built.asm["amdgcn"], int(built.metadata.shared))
+    return dataclasses.replace(found, source=kernel.source)
 
 
 def read(name: str, arch: str, asm: str, lds: int) -> Figures:
@@ -506,6 +517,16 @@ def page(report: dict[str, Any]) -> str:
     )
 
 
+def _known(file: Path | None, versions: dict[str, Any]) -> dict[tuple[str, str, str], Figures]:
+    """Figures of an earlier run with the same compilers."""
+    if file is None or not file.exists():
+        return {}
+    old = json.loads(file.read_text(encoding="utf-8"))
+    if any(old[k] != v for k, v in versions.items()):
+        return {}
+    return {(r["kernel"], r["arch"], r["source"]): Figures(**r) for r in old["kernels"]}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="bench.amd_isa", description=__doc__)
@@ -519,23 +540,21 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     import triton
 
-    figures = []
+    report: dict[str, Any] = {"schema": 1, "jax": jax.__version__, "triton": triton.__version__}
+    known = _known(args.json, report)
+    figures: list[Figures] = []
     bad = 0
     for kernel in all_kernels():
         for arch in ARCHS:
-            f = compile_for(kernel, arch)
+            f = known.pop((kernel.name, arch, kernel.source), None) or compile_for(kernel, arch)
             figures.append(f)
             for problem in f.problems(**rules(f)):
                 bad += 1
                 print(f"{f.kernel} on {arch}: {problem}", file=sys.stderr)
-    report = {
-        "schema": 1,
-        "jax": jax.__version__,
-        "triton": triton.__version__,
-        "kernels": [dataclasses.asdict(f) for f in figures],
-    }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if args.json:  # also what this run has not come to yet: it may be stopped
+            report["kernels"] = [dataclasses.asdict(f) for f in (*figures, *known.values())]
+            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report["kernels"] = [dataclasses.asdict(f) for f in figures]
     args.page.write_text(page(report), encoding="utf-8")
     return 1 if bad else 0
 

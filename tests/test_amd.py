@@ -101,7 +101,7 @@ def test_the_loop_and_its_bound() -> None:
 """
     found = amd_isa._loop(asm, 32)
     assert found == {"vector": 1, "matrix": 1, "bytes": 256}
-    figures = amd_isa.Figures("k", "gfx1151", 9, 9, 0, 0, 0, 9, {}, {}, 9, found)
+    figures = amd_isa.Figures("k", "gfx1151", 9, 9, 0, 0, 0, 9, {}, {}, 9, loop=found)
     assert figures.bound[0] == "bandwidth"
     slow = dataclasses.replace(figures, loop={"vector": 10_000, "matrix": 1, "bytes": 256})
     assert slow.bound[0] == "arithmetic"
