@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import kernel_timing, limits, report
+from bench import cache_cases, flash, kernel_cases, kernel_timing, limits, models, report
+from ds4jax.config import ModelConfig
 from pallas_kernels import backend as backend_lib
 from pallas_kernels import dense, experts, packing
 from pallas_kernels.backend import Backend
@@ -160,6 +161,24 @@ def expert_cells(
             yield rated(cell | checked | took, live * one, 6.0 * 2 * t * 3 * f * m, copy_GBps)
 
 
+def step_cells(
+    cfg: ModelConfig, rows: list[int], backend: Backend, copy_GBps: float
+) -> Iterator[Cell]:
+    """The small kernels of a layer: latency bounds them while there are few rows."""
+    for t in rows:
+        for case in (*kernel_cases.cases(cfg, t), *cache_cases.cases(cfg, t)):
+            error = kernel_cases.check(case, t, backend)
+            every = jnp.arange(t, dtype=jnp.int32)
+
+            def call(i: Any, args: Any, at: Any, case: Any = case) -> Any:
+                del i
+                return case.run(args, at, backend)
+
+            cell = {"kernel": case.name, "format": "-", "rows": t, "error": error}
+            took = timed(call, (case.args, every), 12)
+            yield rated(cell | took, case.fixed_bytes + t * case.row_bytes, 0.0, copy_GBps)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and write the report."""
     parser = argparse.ArgumentParser(
@@ -185,6 +204,9 @@ def main(argv: list[str] | None = None) -> int:
         expert_cells(
             (256, 2048, 4096) if sizes == "flash" else (16, 128, 256),
             rows, resolved["experts"], copy,
+        ),
+        step_cells(
+            models.FLASH if sizes == "flash" else flash.TINY, rows, resolved["streams"], copy
         ),
     ]  # fmt: skip
     for part in work:

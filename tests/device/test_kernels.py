@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import kernel_timing
+from bench import kernel_cases, kernel_timing, models
 from pallas_kernels import backend, decode, dense, experts
 
 pytestmark = pytest.mark.device
@@ -104,3 +104,20 @@ def test_experts(kind: tuple[str, str]) -> None:
         np.testing.assert_array_equal(run(at, "triton"), whole[at], err_msg=f"{rows} rows")
     small = experts.Tile(up_rows=32, up_warps=2, down_rows=16, down_warps=1, up_unroll=2)
     np.testing.assert_array_equal(run(every[:16], "triton", small), whole[:16])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 300])
+def test_small_kernels(rows: int) -> None:
+    for case in kernel_cases.cases(models.FLASH, rows):
+        kernel_cases.check(case, rows, "triton")
+
+
+def test_several_matrices() -> None:
+    ws, x = kernel_cases.several_case(100)
+    whole = [np.asarray(y) for y in kernel_cases.several(x, ws, "triton")]
+    for got, want in zip(whole, kernel_cases.several(x, ws, "reference"), strict=True):
+        assert error(got, want) < 1e-5
+    for rows in (1, 16, 65):
+        at = np.random.default_rng(rows).permutation(100)[:rows]
+        for a, b in zip(kernel_cases.several(x[at], ws, "triton"), whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), b[at])
