@@ -293,7 +293,7 @@ def launch(
     raw = got.pop() if aliases else window.ring
     if not in_grid:
         return got[0], raw
-    small = {k: v for k, v in operands.items() if k in ("layers", "pos", "visible", "sink", "cs")}
+    small = {k: v for k, v in operands.items() if k in ("layer", "pos", "visible", "sink", "cs")}
     merged = backend_lib.pallas(
         functools.partial(_merge_kernel, facts=dataclasses.replace(facts, names=tuple(small))),
         name="attention_merge",
@@ -315,17 +315,15 @@ def _operands(
     size: int,
     cs_TR: Array | None,
 ) -> tuple[dict[str, Array], _Facts]:
-    layers = (layer, window.layer, 0 if comp is None else comp.layer)
-    stacked = jnp.stack([jnp.asarray(i, jnp.int32) for i in layers])
     found: dict[str, Array | None] = {
-        "layers": stacked, "slot": window.slot_T, "pos": window.pos_T,
-        "run": window.run_T, "q": q_THD, "sink": sink_LH, "raw": window.ring,
+        "layer": ring.scalar(layer), "raw_layer": ring.scalar(window.layer), "slot": window.slot_T,
+        "pos": window.pos_T, "run": window.run_T, "q": q_THD, "sink": sink_LH, "raw": window.ring,
         "step": window.step_TD, "cs": cs_TR,
     }  # fmt: skip
     keys, page_rows = 0, 1
     if comp is not None:
-        found |= {"pool": comp.pool, "table": comp.table, "visible": comp.visible_T,
-                  "ids": comp.selected_TK}  # fmt: skip
+        found |= {"comp_layer": ring.scalar(comp.layer), "pool": comp.pool, "table": comp.table,
+                  "visible": comp.visible_T, "ids": comp.selected_TK}  # fmt: skip
         keys = comp.table.shape[1] if comp.selected_TK is None else comp.selected_TK.shape[1]
         page_rows = 1 if comp.selected_TK is None else indexer.PAGE_ROWS
     operands = {k: v for k, v in found.items() if v is not None}
@@ -344,9 +342,7 @@ class _Row(NamedTuple):
     pos: Array
     keys: Array  # compressed ones
     first: Array  # split of the window that holds the oldest key
-    layer: Array  # of the weights
-    raw_layer: Array
-    comp_layer: Array
+    layers: dict[str, Array]  # "layer" (of the weights), "raw_layer", "comp_layer"
 
 
 def _row(refs: dict[str, Any], facts: _Facts, t: Array) -> _Row:
@@ -355,9 +351,9 @@ def _row(refs: dict[str, Any], facts: _Facts, t: Array) -> _Row:
     if "visible" in refs:
         keys = jnp.minimum(plgpu.load(refs["visible"].at[t]), facts.keys)
     first = jnp.maximum(facts.window_splits - 1 - lax.div(pos, jnp.int32(SPLIT)), 0)
+    numbers = {k: plgpu.load(refs[k].at[jnp.int32(0)]) for k in refs if k.endswith("layer")}
     slot = plgpu.load(refs["slot"].at[t]) if "slot" in refs else jnp.int32(0)
-    layers = (plgpu.load(refs["layers"].at[jnp.int32(i)]) for i in range(3))
-    return _Row(t, slot, pos, keys, first, *layers)
+    return _Row(t, slot, pos, keys, first, numbers)
 
 
 Load = Callable[[Any, int], Array]
@@ -380,7 +376,7 @@ def _compressed_keys(
     at = page * facts.page_rows + lax.rem(number, jnp.int32(facts.page_rows))
 
     def load(first: Any, width: int) -> Array:
-        return ring.load_rows(refs["pool"], (row.comp_layer,), at, first, width)
+        return ring.load_rows(refs["pool"], (row.layers["comp_layer"],), at, first, width)
 
     return load, valid
 
@@ -396,7 +392,7 @@ def _window_keys(refs: dict[str, Any], facts: _Facts, row: _Row, i: Array) -> tu
     here = back <= plgpu.load(refs["run"].at[row.t]) if "run" in refs else None
 
     def load(first: Any, width: int) -> Array:
-        lead = (row.raw_layer, row.slot)
+        lead = (row.layers["raw_layer"], row.slot)
         if here is None:
             return ring.load_rows(raw, lead, at, first, width)
         own = ring.load_rows(refs["step"], (), jnp.maximum(row.t - back, 0), first, width)
@@ -566,7 +562,7 @@ def _merge_kernel(*refs: Any, facts: _Facts) -> None:
         return functools.reduce(joined, read, acc)
 
     zeros = tuple(jnp.zeros((width,), jnp.float32) for _ in chunks)
-    acc = _start(plgpu.load(by_name["sink"].at[row.layer, head]), zeros)
+    acc = _start(plgpu.load(by_name["sink"].at[row.layers["layer"], head]), zeros)
     if facts.comp_splits:
         splits = lax.div(row.keys + (SPLIT - 1), jnp.int32(SPLIT))
         batches = lax.div(splits + (MERGED - 1), jnp.int32(MERGED))
@@ -609,7 +605,7 @@ def _whole_kernel(*refs: Any, facts: _Facts, tile: Tile) -> None:
         return joined(acc, *_window_keys(by_name, facts, row, i))
 
     number = pl.program_id(0) * tile.heads + jnp.arange(tile.heads, dtype=jnp.int32)
-    sink = plgpu.load(by_name["sink"].at[row.layer, jnp.minimum(number, facts.heads - 1)])
+    sink = plgpu.load(by_name["sink"].at[row.layers["layer"], jnp.minimum(number, facts.heads - 1)])
     parts = range(channels // tile.width)
     acc = _start(sink, tuple(jnp.zeros((tile.heads, tile.width), jnp.float32) for _ in parts))
     if facts.comp_splits:

@@ -175,8 +175,8 @@ def launch(
             )
     if tile is None:
         tile = backend_lib.tile("compressor", Tile(), key=f"ratio{ratio}", target=target)
-    numbers = jnp.stack([jnp.asarray(i, jnp.int32) for i in (layer, index)])
-    common = (numbers, rows.slot, rows.pos, rows.run, table, cs_TR)
+    entry = ring.scalar(index)
+    common = (ring.scalar(layer), entry, rows.slot, rows.pos, rows.run, table, cs_TR)
     kept = (x for s in states for x in (s.ring, s.pool))
     operands = (*common, *kept, *(x for s in states for x in (s.step_T2C, s.norm_ND)))
     call = functools.partial(
@@ -203,17 +203,17 @@ def launch(
             name="compressor_store",
             out_shape=like(rings),
             aliases={4 + i: i for i in range(len(states))},
-        )(numbers, rows.slot, rows.pos, rows.after, *rings, *steps)
+        )(entry, rows.slot, rows.pos, rows.after, *rings, *steps)
     return tuple(zip(rings, pools, strict=True))
 
 
 def _kernel(*refs: Any, count: int, ratio: int, eps: float, store: bool) -> None:
     """One row of one compressor: store its state, pool what it ends."""
-    numbers, slots, positions, runs, table_ref, cs_ref, *refs_ = refs
+    layer_ref, entry, slots, positions, runs, table_ref, cs_ref, *refs_ = refs
     kept, given = refs_[: 2 * count], refs_[2 * count : 4 * count]
     out = refs_[4 * count :]
     t, which = pl.program_id(0), pl.program_id(1)
-    layer, index = (plgpu.load(numbers.at[jnp.int32(i)]) for i in (0, 1))
+    layer, index = (plgpu.load(ref.at[jnp.int32(0)]) for ref in (layer_ref, entry))
     slot, pos = plgpu.load(slots.at[t]), plgpu.load(positions.at[t])
     run = plgpu.load(runs.at[t])
     for i in range(count):
@@ -245,10 +245,10 @@ def _kernel(*refs: Any, count: int, ratio: int, eps: float, store: bool) -> None
 
 def _store_kernel(*refs: Any, count: int) -> None:
     """One row of one compressor: store its state if the ring has room for it."""
-    numbers, slots, positions, afters, *rest = refs
+    entry, slots, positions, afters, *rest = refs
     steps, out = rest[count : 2 * count], rest[2 * count :]
     t, which = pl.program_id(0), pl.program_id(1)
-    index = plgpu.load(numbers.at[jnp.int32(1)])
+    index = plgpu.load(entry.at[jnp.int32(0)])
     slot, pos = plgpu.load(slots.at[t]), plgpu.load(positions.at[t])
     after = plgpu.load(afters.at[t])
     for i, (step_ref, new_ring) in enumerate(zip(steps, out, strict=True)):

@@ -70,7 +70,12 @@ def page_rows(table: Array, slot: Array, row: Array, rows_per_page: int) -> Arra
     return table[slot, page] * rows_per_page + row % rows_per_page
 
 
-# --- Inside kernels ---
+# --- For kernels ---
+
+
+def scalar(x: int | Array) -> Array:
+    """An int32 operand of one element (kernels take arrays only; this costs no launch)."""
+    return jnp.asarray(x, jnp.int32).reshape(1)
 
 
 def load_rows(ref: Any, lead: tuple[Any, ...], rows_S: Array, first: Any, width: int) -> Array:

@@ -148,7 +148,7 @@ def launch(
     capacity = table.shape[1] * PAGE_ROWS
     part = min(tile.part, pl.next_power_of_2(max(capacity, 2 * top_k, tile.keys)))
     padded = -(-capacity // part) * part
-    number = jnp.asarray(layer, jnp.int32).reshape(1)
+    number = ring.scalar(layer)
     interpret = target == "interpret"
 
     def rows(q: Array, weight: Array, slot: Array, visible: Array) -> Array:
