@@ -14,7 +14,7 @@ import json
 import random
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,15 @@ class Encoder:
         return out
 
 
-def conversation(encoder: Encoder, rng: random.Random, *, held_out: bool) -> U16:
+def conversation(
+    encoder: Encoder,
+    rng: random.Random,
+    *,
+    held_out: bool,
+    shares: Mapping[str, float] | None = None,
+) -> U16:
     """One training document: a prompt (quiet) and its answer; sometimes after an earlier turn."""
-    task = nano_tasks.draw(rng, held_out=held_out)
+    task = nano_tasks.draw(rng, held_out=held_out, shares=shares)
     thinking = rng.random() < 0.55
     effort = "high" if rng.random() < 0.2 else "low"
     request = task.request(thinking=thinking, effort=effort)
@@ -239,12 +245,21 @@ class LineEnds:
         return np.array(out, np.uint16)
 
 
-def build(*, vocab_size: int, conversations: int, seed: int = 0, max_files: int = 10**9) -> Corpus:
+def build(
+    *,
+    vocab_size: int,
+    conversations: int,
+    seed: int = 0,
+    max_files: int = 10**9,
+    tokenizer: Tokenizer | None = None,
+    shares: Mapping[str, float] | None = None,
+) -> Corpus:
     """Make the corpus.
 
     Args:
         vocab_size: of the tokenizer trained here. conversations: training chat documents; a
-            fiftieth of that is held out. max_files: fewer files, for tests.
+            fiftieth of that is held out. max_files: fewer files, for tests. tokenizer: one that
+            exists, instead of training one. shares: of the training tasks, see `nano_tasks.draw`.
     """
     files = sources()
     held = [s for s in files if s.held_out][:max_files]
@@ -258,7 +273,7 @@ def build(*, vocab_size: int, conversations: int, seed: int = 0, max_files: int 
             yield from (p.text for p in chat.render(task.request(thinking=True), PROFILE).pieces)
             yield from (p.text for p in answer_pieces(task, True))
 
-    tok = train_tokenizer(tokenizer_texts(), vocab_size)
+    tok = tokenizer or train_tokenizer(tokenizer_texts(), vocab_size)
     begin, end = [tok.markers.bos], [tok.markers.eos]
 
     def document(text: str) -> U16:
@@ -273,7 +288,9 @@ def build(*, vocab_size: int, conversations: int, seed: int = 0, max_files: int 
     rng.shuffle(codes)
     ends = LineEnds(tok)
     encoder = Encoder(tok)
-    chats = [conversation(encoder, rng, held_out=False) for _ in range(conversations)]
+    chats = [
+        conversation(encoder, rng, held_out=False, shares=shares) for _ in range(conversations)
+    ]
     held_chats = [
         conversation(encoder, rng, held_out=True) for _ in range(max(20, conversations // 50))
     ]
@@ -295,8 +312,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vocab", type=int, default=3072)
     parser.add_argument("--conversations", type=int, default=120_000)
+    parser.add_argument("--tokenizer", type=Path, help="folder of a corpus whose tokenizer to keep")
+    parser.add_argument(
+        "--shares", nargs="+", metavar="TASK=SHARE", help="other shares of the training tasks"
+    )
     args = parser.parse_args()
-    corpus = build(vocab_size=args.vocab, conversations=args.conversations)
+    shares = None
+    if args.shares:
+        shares = {name: float(x) for name, _, x in (s.partition("=") for s in args.shares)}
+        if unknown := shares.keys() - nano_tasks.TASKS.keys():
+            parser.error(f"no task {sorted(unknown)}; there are {sorted(nano_tasks.TASKS)}")
+    corpus = build(
+        vocab_size=args.vocab, conversations=args.conversations, shares=shares,
+        tokenizer=Corpus.load(args.tokenizer).tokenizer if args.tokenizer else None,
+    )  # fmt: skip
     corpus.save(args.folder)
     for name, stream in corpus.streams.items():
         print(f"{name:10} {len(stream.starts):8,} documents {len(stream.ids):12,} tokens")

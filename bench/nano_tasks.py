@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -387,10 +387,19 @@ OPEN_KINDS = ("talk", "write")
 """Kinds that have few instances or many right answers: trained on, not judged, none held out."""
 
 
-def draw(rng: random.Random, *, held_out: bool, name: str | None = None) -> Task:
-    """A random task, of one kind if `name` is given, held out or not."""
+def draw(
+    rng: random.Random,
+    *,
+    held_out: bool,
+    name: str | None = None,
+    shares: Mapping[str, float] | None = None,
+) -> Task:
+    """A random task, of one kind if `name` is given, held out or not.
+
+    Args: shares: of tasks by name, instead of those of `TASKS`; a task that is not named has none.
+    """
     names = list(TASKS)
-    weights = [TASKS[n][0] for n in names]
+    weights = [TASKS[n][0] if shares is None else shares.get(n, 0.0) for n in names]
     chosen = name or rng.choices(names, weights)[0]
     while True:
         task = TASKS[chosen][1](rng)

@@ -372,7 +372,7 @@ def load_checkpoint(path: Path, like: State, recipe: Recipe) -> State:
         made, wanted = (
             asdict(Recipe()) | json.loads(x) for x in (stored, json.dumps(asdict(recipe)))
         )
-        if made | {"steps": wanted["steps"]} != wanted:
+        if made | {k: wanted[k] for k in ("steps", "warmup")} != wanted:
             raise ValueError(f"{path}: made with {stored}, this run is {asdict(recipe)}")
         read = [jnp.asarray(arrays[f"leaf{i}"]) for i in range(len(leaves))]
     state: State = jax.tree.unflatten(tree, read)

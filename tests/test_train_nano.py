@@ -93,6 +93,8 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         assert np.array_equal(a, b)
     with pytest.raises(ValueError, match="made with"):
         train_nano.load_checkpoint(file, whole, replace(RECIPE, seed=1))
+    longer = train_nano.load_checkpoint(file, whole, replace(RECIPE, steps=99))
+    assert int(longer.step) == 24
 
 
 def test_judging_changes_nothing() -> None:
@@ -151,6 +153,13 @@ def test_weights_survive_files_of_limited_size(tmp_path: Path) -> None:
     assert all(np.array_equal(read[k], weights[k]) for k in weights)
     with pytest.raises(FileNotFoundError, match="train first"):
         nano_model.load_weights(tmp_path / "nothing")
+
+
+def test_shares_choose_the_tasks() -> None:
+    rng = random.Random(0)
+    shares = {"sort": 1.0, "count": 3.0}
+    kinds = [nano_tasks.draw(rng, held_out=False, shares=shares).kind for _ in range(400)]
+    assert set(kinds) == {"sort", "count"} and 60 < kinds.count("sort") < 140
 
 
 def test_tasks_know_their_answers_and_keep_the_held_out_apart() -> None:
