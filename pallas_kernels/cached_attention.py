@@ -454,7 +454,7 @@ def _joined(acc: _Sum, top: Array, total: Array, part: Callable[[int], Array]) -
     new_top = jnp.maximum(acc.top, top)
     # Powers of two: nothing is rounded but the sum.
     factors = old, new = power_of_two(acc.top - new_top), power_of_two(top - new_top)
-    wide_old, wide_new = (f[:, None] if f.ndim else f for f in factors)
+    wide_old, wide_new = (f[:, None] for f in factors)
     parts = tuple(x * wide_old + part(i) * wide_new for i, x in enumerate(acc.parts))
     return _Sum(new_top, acc.total * old + total * new, parts)
 
@@ -463,7 +463,7 @@ def _finished(refs: dict[str, Any], facts: _Facts, t: Array, acc: _Sum, i: int, 
     """Part i of the output, from channel c on, bfloat16."""
     share = 1.0 / acc.total
     part = acc.parts[i]
-    out = (part * (share[:, None] if share.ndim else share)).astype(jnp.bfloat16)
+    out = (part * share[:, None]).astype(jnp.bfloat16)
     if "cs" not in refs:
         return out
     first = facts.dim - 2 * refs["cs"].shape[2]
@@ -543,14 +543,16 @@ def _merge_kernel(*refs: Any, facts: _Facts) -> None:
     top_ref, total_ref, acc_ref = inputs[len(facts.names) :][:3]
     head, t = pl.program_id(0), pl.program_id(1)
     row = _row(by_name, facts, t)
+    # One head as a tile of one, so that all arithmetic is what the other kernel compiles to.
+    one = pl.ds(head, 1)
     width = _largest_power_in(facts.dim, 1024)
     chunks = range(0, facts.dim, width)
 
     def load(number: Array, live: Array) -> tuple[Array, Array, Callable[[int], Array]]:
         # What is not live is read from a split that is; it joins with factors 1 and 0.
-        top = jnp.where(live, plgpu.load(top_ref.at[t, number, head]), 2 * LEAST)
-        total = plgpu.load(total_ref.at[t, number, head])
-        parts = tuple(plgpu.load(acc_ref.at[t, number, head, pl.ds(c, width)]) for c in chunks)
+        top = jnp.where(live, plgpu.load(top_ref.at[t, number, one]), 2 * LEAST)
+        total = plgpu.load(total_ref.at[t, number, one])
+        parts = tuple(plgpu.load(acc_ref.at[t, number, one, pl.ds(c, width)]) for c in chunks)
         return top, total, parts.__getitem__
 
     def joined(acc: _Sum, part: tuple[Array, Array, Callable[[int], Array]]) -> _Sum:
@@ -561,8 +563,8 @@ def _merge_kernel(*refs: Any, facts: _Facts) -> None:
         read = [load(jnp.minimum(n, splits - 1), n < splits) for n in numbers]
         return functools.reduce(joined, read, acc)
 
-    zeros = tuple(jnp.zeros((width,), jnp.float32) for _ in chunks)
-    acc = _start(plgpu.load(by_name["sink"].at[row.layers["layer"], head]), zeros)
+    zeros = tuple(jnp.zeros((1, width), jnp.float32) for _ in chunks)
+    acc = _start(plgpu.load(by_name["sink"].at[row.layers["layer"], one]), zeros)
     if facts.comp_splits:
         splits = lax.div(row.keys + (SPLIT - 1), jnp.int32(SPLIT))
         batches = lax.div(splits + (MERGED - 1), jnp.int32(MERGED))
@@ -571,8 +573,7 @@ def _merge_kernel(*refs: Any, facts: _Facts) -> None:
     read = [load(facts.comp_splits + jnp.maximum(i, row.first), i >= row.first) for i in window]
     acc = functools.reduce(joined, read, acc)
     for i, c in enumerate(chunks):
-        out = _finished(by_name, facts, t, acc, i, c)
-        plgpu.store(out_ref.at[t, head, pl.ds(c, width)], out)
+        _store(out_ref, (t,), one, None, _finished(by_name, facts, t, acc, i, c), c)
 
 
 def _whole_kernel(*refs: Any, facts: _Facts, tile: Tile) -> None:
