@@ -6,6 +6,7 @@ afterwards the server must hold nothing and have logged no failure of its own.
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
 import struct
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from ds4jax_server import errors, service, settings
 from ds4jax_server.pb import generation_pb2 as pb
@@ -119,6 +121,23 @@ def test_sixteen_megabytes_of_anything_cost_little(server: Running, name: str) -
     assert time.process_time() - began < 4
     if reason == "CONTEXT_LENGTH_EXCEEDED":
         assert int(found["metadata"]["prompt_tokens"]) > 2048
+
+
+def test_large_requests_leave_no_memory_behind(server: Running) -> None:
+    """Not even until the next collection: what one of them becomes is forty times its size."""
+    process = psutil.Process()
+    data = MANY["messages"][0]()
+    call(server, data)
+    gc.collect()
+    before = process.memory_info().rss
+    gc.disable()
+    try:
+        for _ in range(4):
+            call(server, data)
+            call(server, data, "GenerationService/CountTokens")
+        until(lambda: process.memory_info().rss - before < 200 * MIB)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("method", "data", "reason"), [

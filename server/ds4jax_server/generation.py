@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from google.protobuf import duration_pb2
 
-from ds4jax.request import Ended, Failed, Phase, Request, ServiceError, Started, Stream, Tokens
+from ds4jax.request import Ended, Failed, Phase, Request, Started, Stream, Tokens
 from ds4jax.scheduler import Scheduler
 from ds4jax_server.convert import Call
 from ds4jax_server.engine import Engine
@@ -74,7 +74,7 @@ class Run:
         self.scheduler: Scheduler | None = None
         self.outputs: list[CandidateOutput] = []
         self.started: Started | None = None
-        self.error: ServiceError | None = None
+        self.reason = ""  # of the status that it ended with
         left = context.time_remaining()
         self.deadline: float | None = None if left is None else began + left
         self._pending: dict[int, Any] = {}

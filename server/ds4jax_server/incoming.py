@@ -8,6 +8,7 @@ of them.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from ds4jax.request import ServiceError
 from ds4jax_server.errors import InvalidRequest, Violation
 
 INLINE_BYTES = 32 << 10
@@ -131,10 +133,37 @@ class Workshop:
         """The result of `work`, which concerns a request of so many bytes."""
         if size <= INLINE_BYTES:
             return work()
-        pool = self._several if size <= LARGE_BYTES else self._single
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        loop = asyncio.get_running_loop()
+        if size <= LARGE_BYTES:
+            result, error = await loop.run_in_executor(self._several, _apart, work)
+        else:
+            result, error = await loop.run_in_executor(self._single, _large, work)
+        if error is not None:
+            raise error
+        return result
 
     def close(self) -> None:
         """Start nothing more."""
         for pool in (self._several, self._single):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _apart(work: Callable[[], Any]) -> tuple[Any, ServiceError | None]:
+    """Result or refusal. A refusal keeps nothing of the work alive: its frames hold messages."""
+    try:
+        return work(), None
+    except ServiceError as error:
+        error.__context__ = error.__cause__ = None
+        return None, error.with_traceback(None)
+
+
+def _large(work: Callable[[], Any]) -> tuple[Any, ServiceError | None]:
+    """The same; afterwards what was freed goes back to the system.
+
+    A message can become forty times its bytes, in small pieces that glibc would keep.
+    """
+    outcome = _apart(work)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return outcome

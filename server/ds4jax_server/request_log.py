@@ -26,7 +26,7 @@ class RequestLog:
         fields: dict[str, Any] = {
             "request_id": request_id,
             "code": code,
-            "reason": run.error.reason if run.error is not None else "",
+            "reason": run.reason,
             "prompt_tokens": len(call.prompt.ids) if call is not None else 0,
             "cached_tokens": 0,
             "output_tokens": tokens,

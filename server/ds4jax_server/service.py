@@ -196,8 +196,7 @@ class Services:
         try:
             await run.go(await self._read(messages, run, problems), self.engine.model)
         except ServiceError as error:
-            code = error.code
-            run.error = error
+            code, run.reason = error.code, error.reason
             await context.abort_with_status(
                 errors.status_of(error, run.id, run.trailing_metadata())
             )
@@ -206,9 +205,9 @@ class Services:
         except Exception as error:
             if isinstance(error, grpc.aio.AbortError):
                 raise
-            code = "INTERNAL"
-            run.error = _unexpected(error)
-            await context.abort_with_status(errors.status_of(run.error, run.id))
+            told = _unexpected(error)
+            code, run.reason = told.code, told.reason
+            await context.abort_with_status(errors.status_of(told, run.id))
         except asyncio.CancelledError:
             code = "DEADLINE_EXCEEDED" if run.deadline_passed else "CANCELLED"
             raise
