@@ -70,14 +70,16 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CountTokens(self, request, context):
-        """Number of prompt tokens that the same input would have in Generate.
+        """Number of prompt tokens that the same input would have in Generate. At most 4,194,304
+        characters (or ids) are counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Ids of an input, and the exact prompt text for a chat.
+        """Ids of an input, and the exact prompt text for a chat; of inputs as large as CountTokens takes.
+        A reply over max_send_bytes is RESOURCE_EXHAUSTED, for Detokenize too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
