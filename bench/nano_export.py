@@ -31,7 +31,7 @@ OUT = Path(__file__).parent.parent / "ds4jax" / "models" / "nano.gguf"
 GENERAL: dict[str, Any] = {
     "general.version": "0731",  # the prompt format it was trained on
     "general.description": (
-        "A DeepSeek-V4 of 9 million parameters, trained from scratch on Python's standard library"
+        "A DeepSeek-V4 of 7 million parameters, trained from scratch on Python's standard library"
         " and generated chat turns. For demonstrations and tests."
     ),
     "general.license": "apache-2.0",
