@@ -20,11 +20,7 @@ def _mixed(streams_TND: Array, fn_OC: Array, eps: float) -> Array:
 
 def _collapse(streams_TND: Array, pre_TN: Array) -> Array:
     x = streams_TND.astype(jnp.float32)
-    # One stream after the other: neither this nor its gradient builds an array of [T, n, n, D].
-    total = x[:, 0] * pre_TN[:, 0, None]
-    for j in range(1, x.shape[1]):
-        total = total + x[:, j] * pre_TN[:, j, None]
-    return total.astype(streams_TND.dtype)
+    return jnp.sum(x * pre_TN[:, :, None], axis=1).astype(streams_TND.dtype)
 
 
 def sinkhorn(logits_TNN: Array, *, iters: int, eps: float) -> Array:
@@ -81,9 +77,7 @@ def write(streams_TND: Array, y_TD: Array, post_TN: Array, comb_TNN: Array) -> A
     Returns: streams_TND, dtype of the input streams.
     """
     x = streams_TND.astype(jnp.float32)
-    mixed = comb_TNN[:, 0, :, None] * x[:, 0, None, :]
-    for j in range(1, x.shape[1]):
-        mixed = mixed + comb_TNN[:, j, :, None] * x[:, j, None, :]
+    mixed = jnp.sum(comb_TNN[:, :, :, None] * x[:, :, None, :], axis=1)
     out = post_TN[:, :, None] * y_TD.astype(jnp.float32)[:, None, :] + mixed
     return out.astype(streams_TND.dtype)
 
