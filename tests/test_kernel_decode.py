@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend, decode, dense, formats, packing
+from pallas_kernels import backend, decode, formats, packing
 from tests.test_kernel_packing import vector
 
 ROWS = 16
@@ -92,11 +92,3 @@ def test_tiles_are_the_weights_in_bfloat16(data_dir: Path, name: str) -> None:
 
 def test_every_format_but_one_has_a_decoder() -> None:
     assert set(formats.FORMATS) - decode.DECODABLE == {"iq2_xxs"}
-
-
-def test_addends_of_a_float32_weight_are_exact() -> None:
-    w = jnp.asarray(np.random.default_rng(0).standard_normal((8, 128)), jnp.float32)
-    low, middle, high = dense._addends(w)
-    total = low.astype(jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)
-    total = total + middle.astype(jnp.float32) + high.astype(jnp.float32)
-    np.testing.assert_array_equal(np.asarray(total), np.asarray(w))
