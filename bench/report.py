@@ -44,6 +44,7 @@ class Record:
     finish: str = ""
     error: str = ""
     server_first_token_s: float | None = None
+    server_tokens: int | None = None  # completion tokens as the server counted them
 
     @property
     def tokens(self) -> int:
@@ -231,6 +232,12 @@ def _invalid_reasons(records: Sequence[Record], counters: Mapping[str, Any]) -> 
     failed = [r for r in records if r.error]
     if failed:
         reasons.append(f"{len(failed)} requests failed, the first with {failed[0].error}")
+    odd = [r for r in records if r.server_tokens not in (None, r.tokens)]
+    if odd:
+        reasons.append(
+            f"request {odd[0].id}: the server counted {odd[0].server_tokens} output tokens, the"
+            f" client {odd[0].tokens}"
+        )
     tokens = sum(r.tokens for r in records)
     if not failed and counters["output_tokens"] != tokens:
         reasons.append(

@@ -102,6 +102,9 @@ def test_an_invalid_cell_has_reasons_and_no_throughput(spoilt: dict[str, int]) -
     cell = make_cell([A, B], **spoilt)
     assert not cell["valid"] and len(cell["invalid_reasons"]) == 1
     assert cell["aggregate_tok_s"] is cell["per_user_tok_s"] is None
+    odd = copy.deepcopy(A)
+    odd.server_tokens = odd.tokens + 1
+    assert "request a: the server counted" in make_cell([odd, B])["invalid_reasons"][0]
     failed = record("x", 0, 0.0, [])
     failed.error = "INTERNAL DEVICE_ERROR"
     assert not make_cell([failed])["valid"]
@@ -212,6 +215,22 @@ def test_waves_share_the_identity_set() -> None:
         flat = [j.id for w in waves for j in w]
         assert len(flat) == len(set(flat)) == 3 * width
     assert max(int(j.id) for j in waves[2]) == 17  # C6 uses 18 prompts
+
+
+def test_the_long_prompt_among_decoding_lanes(tmp_path: Path) -> None:
+    out = str(tmp_path / "out.json")
+    admin = f"unix:{tmp_path}/admin"
+    executor = fake(max_ctx=8192, num_pages=400, step_seconds=0.005)
+    with serving(executor, admin=admin) as s:
+        arguments = ["--workload", "H-long", "--address", s.address, "--admin", admin,
+                     "--json", out, "--tokens", "32"]  # fmt: skip
+        assert serve.main(arguments) == 0
+    made = report.read(out)
+    assert made["identity"]["pass"] and made["identity"]["compared"] == 1
+    alone, among = made["cells"]
+    assert (alone["arm"], among["arm"]) == ("alone", "with 3")
+    assert alone["prompt_tokens"] == 1195 and alone["completion_tokens"] == 32
+    assert alone["prefill_tok_s"] > 0 and among["decoding_itl_ms"]["p95"] > 0
 
 
 @pytest.mark.parametrize("workload", ["H-natural", "H-fixed", "S-mini"])

@@ -172,6 +172,8 @@ def test_the_loader_makes_an_executor_and_says_what_it_serves(
         assert executor.limits.num_slots == 2 and executor.limits.max_ctx == 512
         assert model.tokenizer is nano.tokenizer and model.platform == "cpu"
         assert not model.unqualified
+        settings = dict(model.settings)
+        assert settings["row_buckets"] == "(128,)" and settings["num_slots"] == "2"
         assert model.approximate is approximate
         assert model.numerics_label == ("plain approximate" if approximate else "plain")
         assert len(model.digest) == len(model.fingerprint) == 64 and model.quantisation

@@ -329,7 +329,12 @@ def served_model(
         experts_per_token=experts,
         approximate=experts < cfg.num_experts_per_tok,
         platform=loaded.platform,
-    )
+        settings=tuple(
+            (name, str(getattr(run_config, name)))
+            for name in ("backend", "row_buckets", "prefill_buckets", "samplers", "pages",
+                         "num_slots", "max_ctx", "max_drafts")
+        ),
+    )  # fmt: skip
 
 
 def _quantisation(model: running.Opened) -> str:

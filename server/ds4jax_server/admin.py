@@ -74,6 +74,7 @@ class Admin:
         )  # fmt: skip
         out.loading_stage = ""
         out.model = self.engine.model.name
+        out.configuration.update(dict(self.engine.model.settings))
         out.lanes_total = scheduler.limits.num_slots
         out.requests_queued, out.requests_active = scheduler.waiting, scheduler.active
         for name, size in executor.memory_plan().items():

@@ -137,6 +137,7 @@ class ServedModel:
     unqualified: bool = False
     has_drafter: bool = False
     platform: str = "cpu"
+    settings: tuple[tuple[str, str], ...] = ()  # what the run came to, for GetStatus and reports
 
     @property
     def name(self) -> str:
