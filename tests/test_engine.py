@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from ds4jax.engine import RESERVE_BYTES, DeviceExecutor
 from ds4jax.plan import (
     Chunk,
     DecodeRow,
+    LaneRef,
     LaneSpec,
     ReasoningLimit,
     StepPlan,
@@ -192,6 +194,68 @@ def test_neighbours_change_nothing(engine: DeviceExecutor, temperature: float, l
     spec = make(length, 20, sampling=sampling)
     others = [make(7, 60, seed=5), make(250, 60, seed=6)]
     assert beside(engine, spec, others) == generate(engine, spec)
+
+
+def one_by_one(engine: DeviceExecutor, spec: LaneSpec) -> tuple[LaneRef, TokenResult]:
+    """Feed a prompt token by token through decode steps: what was sampled is overwritten."""
+    short = replace(spec, prompt=spec.prompt[:1], max_output_tokens=len(spec.prompt) + 1)
+    ref = engine.admit(short)
+    assert ref is not None
+    (token,) = prefill(engine, ref, short).tokens
+    for at in range(1, len(spec.prompt)):
+        tokens = engine._cache.tokens.at[ref.slot, at].set(int(spec.prompt[at]))
+        engine._cache = engine._cache.replace(tokens=tokens)  # type: ignore[attr-defined]
+        (token,) = decode(engine, [ref])
+    return ref, token
+
+
+def contents(engine: DeviceExecutor, ref: LaneRef, length: int) -> dict[str, Any]:
+    """Everything of the cache that a lane of this length may still see, by position."""
+    slot = engine._snapshot_program("take_slot")(engine._cache, np.int32(ref.slot))
+    out = {}
+    for name in step.SLOTTED:
+        ring = np.asarray(slot[name])
+        size = ring.shape[1]
+        out[name] = ring[:, np.arange(max(0, length - size), length) % size]
+    for name, per_page in step.PAGED.items():
+        blocks = engine._page_blocks(engine._pages.owned(ref.slot))
+        parts = [engine._snapshot_program("take_pages")(engine._cache, b)[name] for _, b in blocks]
+        rows = np.concatenate(parts, 1).reshape(parts[0].shape[0], -1, parts[0].shape[-1])
+        out[name] = rows[:, : length * per_page // 128]
+    return out
+
+
+def check_chunks(engine: DeviceExecutor, length: int) -> None:
+    spec = make(length, 2)
+    chunked = engine.admit(spec)
+    assert chunked is not None
+    (whole,) = prefill(engine, chunked, spec).tokens
+    single, token = one_by_one(engine, spec)
+    assert token == whole
+    want, got = (contents(engine, ref, length) for ref in (single, chunked))
+    for name, rows in want.items():
+        assert np.array_equal(rows, got[name]), name
+        assert rows.shape[1] or length < 128
+    for ref in (chunked, single):
+        engine.retire(ref)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 127, 128, 129, 300])
+def test_chunks_and_single_tokens_leave_the_same_cache(engine: DeviceExecutor, length: int) -> None:
+    check_chunks(engine, length)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chunk", [128, 512, 2048])
+def test_long_prompts_in_chunks_of_every_size(chunk: int) -> None:
+    cfg = tiny.config()
+    run = tiny.run_config(max_ctx=2304, num_slots=2, prefill_buckets=(chunk,))
+    made = DeviceExecutor(cfg, tiny.params(cfg, max_ctx=2304), run)
+    made.warm_up()
+    for length in (511, 512, 513, 1195, 2049):
+        check_chunks(made, length)
+    made.close()
 
 
 def test_a_nan_lane_harms_nobody(engine: DeviceExecutor) -> None:
