@@ -249,7 +249,8 @@ class Scheduler:
             return False
         self._health.doubt("a step is overdue")
         for lane in lanes:
-            lane.request.stream.put(Failed(self.clock(), self._watchdog_error()))
+            if not lane.test:  # the engine thread judges that one, when it gets to it
+                lane.request.stream.put(Failed(self.clock(), self._watchdog_error()))
         return True
 
     @property

@@ -762,6 +762,31 @@ def test_a_hanging_step_is_reported_without_waiting_for_it() -> None:
     assert bench.scheduler.healthy and not bench.executor.lanes
 
 
+def test_a_self_test_that_hangs_is_judged_when_it_returns() -> None:
+    bench = Bench(settings={"watchdog": 60.0, "self_test_retry": 5.0})
+    bench.executor.nan_for = lambda s, position: s.sampling.seed == 13
+    sick = bench.submit(spec(5, 5, seed=13))
+    queued = bench.submit(spec(6, 5))
+    bench.run(until=lambda: bench.scheduler.counters.non_finite == 1)
+    calls: list[bool] = []
+
+    def hang() -> None:
+        if not bench.scheduler._in_flight[0].lanes[0].test:
+            bench._pass()
+            return
+        bench.clock.now += 61
+        assert bench.scheduler.fail_hung_step() and bench.scheduler._health.testing
+        calls.append(queued.stream.failure is None)
+        bench.executor.on_result = bench._pass
+
+    bench.executor.on_result = hang
+    bench.run()
+    assert calls == [True] and bench.scheduler.counters.self_tests == 2
+    assert bench.scheduler.healthy and isinstance(drain(sick)[-1], Failed)
+    last = drain(queued)[-1]  # refused by the test that failed, or served after the one that passed
+    assert isinstance(last, Ended) or last.error.code == "UNAVAILABLE"
+
+
 def test_a_refused_plan_fails_its_lanes_and_nothing_else() -> None:
     bench = Bench(num_slots=2)
     request = bench.submit(spec(5, 30))
