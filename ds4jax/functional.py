@@ -114,8 +114,9 @@ def prefill(
     """Feed known tokens of one sequence, at positions start .. start + T - 1.
 
     Args:
-        token_T: int32 ids. slot: which sequence. start: its length so far (positions from `start`
-            on are overwritten, so a smaller one truncates). capture: names of `CAPTURES`.
+        token_T: int32 ids. slot: which sequence. start: its length so far; a smaller one truncates,
+            to 0 or by at most `run.max_drafts` positions (rings hold no more of the past).
+            capture: names of `CAPTURES`.
 
     Returns: cache, logits_TV float32 (row i: after token i), captured activations by name [T, ...].
     Raises:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ds4jax import functional, tensors
 from ds4jax import params as params_lib
-from ds4jax import tensors
 from ds4jax.config import ModelConfig, RuntimeConfig
 
 
@@ -68,3 +69,15 @@ def model(seed: int = 0) -> tuple[ModelConfig, params_lib.Params]:
     """The default tiny model."""
     cfg = config()
     return cfg, params(cfg, seed)
+
+
+SERVED = RuntimeConfig(max_ctx=256, num_slots=2, max_drafts=3)
+CAPTURED = ("L1.index_ids", "L2.streams_out", "L3.router_weights")
+
+
+@functools.cache
+def prefill() -> Any:
+    """`functional.prefill` of the default model, jitted once for all modules: 24 tokens, please."""
+    return jax.jit(
+        functools.partial(functional.prefill, cfg=config(), run=SERVED, capture=CAPTURED)
+    )
