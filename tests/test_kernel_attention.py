@@ -88,10 +88,10 @@ def oracle(c: Case, *, without: int | None = None) -> npt.NDArray[np.float64]:
         keys = [ring[1, slot[t], j % RING] for j in range(max(0, p - WINDOW + 1), p + 1)]
         if c.comp is not None:
             pool, table = np.asarray(c.comp.pool, np.float64), np.asarray(c.comp.table)
-            rows = np.arange(int(c.comp.visible_T[t]))
+            rows = np.arange(np.asarray(c.comp.visible_T)[t])
             per_page = 1
             if c.comp.selected_TK is not None:
-                rows, per_page = np.asarray(c.comp.selected_TK[t]), 32
+                rows, per_page = np.asarray(c.comp.selected_TK)[t], 32
                 rows = rows[rows != indexer.NONE]
             at = table[slot[t], rows // per_page] * per_page + rows % per_page
             keys = [*pool[1, at], *keys]

@@ -81,6 +81,10 @@ def oracle(c: Case, ratio: int, which: int) -> dict[tuple[int, int], npt.NDArray
     """Finished rows in float64 by slot and number."""
     s, overlap = c.states[which], compressor.overlap(ratio)
     dim, out = DIMS[ratio][which], {}
+    # NumPy from here on: JAX would compile every single index.
+    ring, step, norm, cs = (
+        np.asarray(a, np.float64) for a in (s.ring, s.step_T2C, s.norm_ND, c.cs)
+    )
     slots, poss, runs = (np.asarray(a) for a in (c.rows.slot, c.rows.pos, c.rows.run))
     for t, (slot, pos, run) in enumerate(zip(slots, poss, runs, strict=True)):
         if slot == SLOTS or (pos + 1) % ratio:
@@ -89,17 +93,15 @@ def oracle(c: Case, ratio: int, which: int) -> dict[tuple[int, int], npt.NDArray
         for back in range(overlap * ratio - 1, -1, -1):
             if back > pos:
                 continue
-            src = (
-                s.step_T2C[t - back] if back <= run else s.ring[1, slot, (pos - back) % RING[ratio]]
-            )
+            src = step[t - back] if back <= run else ring[1, slot, (pos - back) % RING[ratio]]
             half = dim if overlap == 2 and back < ratio else 0
-            window.append(np.asarray(src, np.float64)[:, half : half + dim])
+            window.append(src[:, half : half + dim])
         value, gate = np.stack(window, 1)
         weight = np.exp(gate - gate.max(0))
         row = (weight * value).sum(0) / weight.sum(0)
-        row = row / np.sqrt((row * row).mean() + EPS) * np.asarray(s.norm_ND)[2]
+        row = row / np.sqrt((row * row).mean() + EPS) * norm[2]
         a, b = row[dim - ROPE :: 2], row[dim - ROPE + 1 :: 2]
-        cos, sin = np.asarray(c.cs, np.float64)[t]
+        cos, sin = cs[t]
         turned = np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(-1)
         out[int(slot), int(pos) // ratio] = np.concatenate([row[: dim - ROPE], turned])
     return out
@@ -126,7 +128,7 @@ def update(c: Case, ratio: int, *, chunk: bool = False, backend: str = "interpre
 def row_at(c: Case, pool: Any, slot: int, number: int, ratio: int) -> Any:
     """A row of a pool."""
     per_page = 128 // ratio
-    return pool[1, int(c.table[slot, number // per_page]) * per_page + number % per_page]
+    return pool[1, np.asarray(c.table)[slot, number // per_page] * per_page + number % per_page]
 
 
 RATIOS = [4, pytest.param(128, marks=pytest.mark.slow)]
@@ -145,11 +147,12 @@ def test_rows_and_states(ratio: int, backend: str) -> None:
         # Nothing else was written: neither other rows nor another layer.
         assert np.count_nonzero(np.abs(pool).sum(-1)) == len(want)
         expected = np.array(c.states[which].ring)[:, :SLOTS]
+        step = np.asarray(c.states[which].step_T2C)
         for t, (slot, pos) in enumerate(
             zip(np.asarray(c.rows.slot), np.asarray(c.rows.pos), strict=True)
         ):
             if slot < SLOTS:
-                expected[1, slot, pos % RING[ratio]] = c.states[which].step_T2C[t]
+                expected[1, slot, pos % RING[ratio]] = step[t]
         np.testing.assert_array_equal(ring, expected)
         assert ring.shape[-1] == dim * compressor.overlap(ratio)
 

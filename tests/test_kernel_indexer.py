@@ -55,8 +55,8 @@ def case(*, whole: bool, fill: float = 0.0) -> Case:
 
 def scores(c: Case, t: int) -> npt.NDArray[np.float64]:
     """Scores of all that row t sees, in float64."""
-    row = np.arange(int(c.visible[t]))
-    at = np.asarray(c.table)[int(c.slot[t]), row // 32] * 32 + row % 32
+    row = np.arange(np.asarray(c.visible)[t])
+    at = np.asarray(c.table)[np.asarray(c.slot)[t], row // 32] * 32 + row % 32
     k = np.asarray(c.keys, np.float64)[1, at]
     dots = np.maximum(np.asarray(c.q, np.float64)[t] @ k.T, 0)
     got: npt.NDArray[np.float64] = np.asarray(c.weight, np.float64)[t] @ dots
