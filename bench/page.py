@@ -56,6 +56,8 @@ def _warnings(r: Mapping[str, Any]) -> str:
     out = []
     if r["model"].get("approximate"):
         out.append("approximate: fewer experts per token than the model's own")
+    if r["model"].get("unqualified"):
+        out.append("unqualified: on this device answers may depend on load")
     if not r["identity"]["pass"]:
         out.append(f"output differs between cells: {r['identity']['differences'][:5]}")
     out += [

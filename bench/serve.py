@@ -479,7 +479,8 @@ def make_report(
             "name": model.display_name, "sha256": model.digest or "not hashed",
             "quantisation": model.quantisation, "experts_per_token": model.experts_per_token,
             "bytes_resident_per_device": [sum(status["memory_plan"].values())],
-            "approximate": model.approximate, "draft": None, "fingerprint": model.fingerprint,
+            "approximate": model.approximate, "unqualified": model.unqualified, "draft": None,
+            "fingerprint": model.fingerprint,
         },
         server={
             **status["configuration"], "profile": model.numerics, "dtype": model.dtype,

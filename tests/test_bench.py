@@ -202,9 +202,10 @@ def test_the_commands_of_the_reports(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_page_shows_what_is_wrong() -> None:
     made = make_report(notes="<b>")
     made["cells"][0] |= {"valid": False, "invalid_reasons": ["2 compiles"]}
-    made["model"]["approximate"] = True
+    made["model"] |= {"approximate": True, "unqualified": True}
     text = page.page(made)
-    assert "2 compiles" in text and "approximate" in text and "&lt;b&gt;" in text
+    assert "2 compiles" in text and "approximate:" in text and "unqualified:" in text
+    assert "&lt;b&gt;" in text
 
 
 def test_waves_share_the_identity_set() -> None:
