@@ -160,6 +160,7 @@ class DeviceExecutor:
             chunk_tokens=run.prefill_buckets[-1],
             vocab_size=cfg.vocab_size,
         )
+        self._planned = planned_bytes(cfg, run, params)
         self._check_memory()
         self._pages = PageAllocator(run.pages, run.num_slots, run.pages_per_slot, page_order)
         self._programs: dict[Any, Any] = {}
@@ -172,6 +173,7 @@ class DeviceExecutor:
         self._seconds_before = self._counter.seconds
         self._ready: tuple[int, int] | None = None  # compilations and traces until then
         self._by_program: dict[str, tuple[int, float]] = {}  # compilations, seconds
+        self._temporaries = 0  # bytes of work space of the program that needs most
         self._host_syncs = 0
         self._cache, self._lane_params = self._fresh_state()
 
@@ -238,8 +240,11 @@ class DeviceExecutor:
     def _compiled(self, key: Any, fn: Any, donate: tuple[int, ...], *args: Any) -> Any:
         if key not in self._programs:
             count, seconds = self._counter.count, self._counter.seconds
-            jitted = jax.jit(fn, donate_argnums=donate)
-            self._programs[key] = jitted.lower(*_abstract(args)).compile()
+            program = jax.jit(fn, donate_argnums=donate).lower(*_abstract(args)).compile()
+            stats = program.memory_analysis()  # once: it takes the program apart
+            if stats is not None:
+                self._temporaries = max(self._temporaries, int(stats.temp_size_in_bytes))
+            self._programs[key] = program
             known = self._by_program.get(_label(key), (0, 0.0))
             self._by_program[_label(key)] = (
                 known[0] + self._counter.count - count, known[1] + self._counter.seconds - seconds,
@@ -536,11 +541,7 @@ class DeviceExecutor:
 
     def memory_plan(self) -> Mapping[str, int]:
         """See `plan.Executor`."""
-        temp = 0
-        for program in self._programs.values():
-            stats = program.memory_analysis()
-            temp = max(temp, int(stats.temp_size_in_bytes) if stats is not None else 0)
-        return planned_bytes(self.cfg, self.run, self._params) | {"program_temporaries": temp}
+        return self._planned | {"program_temporaries": self._temporaries}
 
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes of the arrays that exist, by the names of `memory_plan`."""
@@ -558,7 +559,7 @@ class DeviceExecutor:
         return None if limit is None else int(limit) - int(stats.get("bytes_in_use", 0))
 
     def _check_memory(self) -> None:
-        plan = planned_bytes(self.cfg, self.run, self._params)
+        plan = self._planned
         self._refuse_beyond(sum(plan.values()) - plan["weights"], "cache and lane state", plan)
 
     def _check_work_space(self) -> None:
