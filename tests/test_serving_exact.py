@@ -375,13 +375,13 @@ def test_a_switch_that_breaks_the_row_tiling_is_noticed(
     server: Running, first: dict[int, dict[str, Any]]
 ) -> None:
     """The comparisons can fail: rows computed together, in programs of two sizes."""
-    broken = make_executor(lanes=12, rows=(8, 16), batched=True)
-    with serving(broken, settings=quick(decode_steps_per_chunk=2)) as other:
+    broken = make_executor(chunk=128, lanes=12, rows=(8, 16), batched=True)
+    with serving(broken, settings=quick(decode_steps_per_chunk=1)) as other:
         one = alone(other, list(first))
         with pytest.raises(pytest.fail.Exception, match="first difference"):
             check(first, one, "computed together")
         with pytest.raises(pytest.fail.Exception, match="first difference"):
-            for _ in range(5):  # twelve at once, if the machine lets them
+            for _ in range(5):  # more than eight at once, if the machine lets them
                 check(one, together(other, list(first)), "among eleven others")
 
 
