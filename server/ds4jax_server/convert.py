@@ -25,7 +25,7 @@ from ds4jax_server.settings import MAX_CANDIDATES, ServedModel, ServerConfig
 
 MAX_ID_CHARACTERS = 128
 MAX_COUNTED = 4 << 20
-"""Characters (or ids) of an input of CountTokens and Tokenize."""
+"""Characters (or ids) of an input of CountTokens, Tokenize and Detokenize."""
 MAX_SECONDS = 315_576_000_000
 """Of a google.protobuf.Duration."""
 _MAX_VIOLATIONS = 100
@@ -74,22 +74,22 @@ class Converter:
 
     def check(self, request: Any) -> list[Violation]:
         """What is wrong with the form and the input of a request of CountTokens or Tokenize."""
+        many = self._too_many_items(request)
+        if many:
+            return many
         size = self._input_size(request)
         if size > MAX_COUNTED:
             text = f"has {size} characters or ids or more, at most {MAX_COUNTED} are counted"
             return [Violation(request.WhichOneof("input"), text)]
-        skip = ("chat",) if self._has_too_many_items(request) else ()
-        found = chain(_form(request, skip), self._check_input(request))
+        found = chain(_form(request), self._check_input(request))
         return list(islice(found, _MAX_VIOLATIONS))
 
-    @property
-    def _most_items(self) -> int:
-        """Messages, parts, calls and tools of one chat: each costs time, whatever is in it."""
-        return max(_LEAST_ITEMS, 2 * self.limits.max_ctx)
-
-    def _has_too_many_items(self, request: Any) -> bool:
-        most = self._most_items
-        return request.WhichOneof("input") == "chat" and _chat_items(request.chat, most) > most
+    def _too_many_items(self, request: Any) -> list[Violation]:
+        """A chat that is not looked at any further: every item costs time, whatever is in it."""
+        most = max(_LEAST_ITEMS, 2 * self.limits.max_ctx)
+        if request.WhichOneof("input") != "chat" or _chat_items(request.chat, most) <= most:
+            return []
+        return [Violation("chat", f"has more than {most} messages, parts, calls and tools")]
 
     def _input_size(self, request: Any) -> int:
         """Characters of the input (ids, if it is ids), or fewer, without looking at them."""
@@ -98,9 +98,7 @@ class Converter:
             return len(request.tokens.ids)
         if kind == "text":
             return len(request.text)
-        if kind is None or self._has_too_many_items(request):
-            return 0
-        return _chat_size(request.chat)
+        return 0 if kind is None else _chat_size(request.chat)
 
     def _least_tokens(self, request: Any) -> int:
         """Tokens that the prompt has at least, known without making it."""
@@ -124,10 +122,6 @@ class Converter:
                 yield Violation("tokens.ids", "is empty, must hold a prompt", "EMPTY_PROMPT")
 
     def _check_chat(self, wire: Any) -> Iterator[Violation]:
-        if _chat_items(wire, self._most_items) > self._most_items:
-            text = f"has more than {self._most_items} messages, parts, calls and tools"
-            yield Violation("chat", text)
-            return
         parsed, found = _chat_request(wire)
         yield from found
         for v in chat_request.problems(parsed, self._profile):
@@ -199,12 +193,14 @@ class Converter:
         Raises:
             ServiceError: wrong (InvalidRequest, with every violation), unsupported, or too long.
         """
+        many = self._too_many_items(request)
+        if many:
+            raise InvalidRequest([*found, *many])
         least, most = self._least_tokens(request), self.limits.max_ctx
         too_long = least > most  # then nothing of the prompt is looked at
-        skip = ("chat",) if too_long or self._has_too_many_items(request) else ()
         everything = (
             found,
-            _form(request, skip),
+            _form(request, ("chat",) if too_long else ()),
             () if too_long else self._check_input(request),
             self._check_generate(request),
         )

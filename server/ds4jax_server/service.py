@@ -20,7 +20,7 @@ from ds4jax.config import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS, MAX_TO
 from ds4jax.request import ServiceError
 from ds4jax.tokenizer import TokenizerError
 from ds4jax_server import errors
-from ds4jax_server.convert import Call, Converter, is_request_id
+from ds4jax_server.convert import MAX_COUNTED, Call, Converter, is_request_id
 from ds4jax_server.engine import Engine
 from ds4jax_server.errors import InvalidRequest, Violation
 from ds4jax_server.generation import ClientGone, Run
@@ -132,6 +132,9 @@ class Services:
         tokenizer = converter.model.tokenizer
         if tokenizer is None:
             raise errors.unsupported({"detokenize": "the model has no tokenizer"})
+        if len(request.ids) > MAX_COUNTED:
+            why = f"has {len(request.ids)} entries, at most {MAX_COUNTED}"
+            raise InvalidRequest([Violation("ids", why)])
         text = bytearray()
         for at in range(0, len(request.ids), _IDS_AT_ONCE):
             try:

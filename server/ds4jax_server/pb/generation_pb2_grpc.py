@@ -86,7 +86,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Text of ids.
+        """Text of ids, at most 4,194,304 of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
