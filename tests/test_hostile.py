@@ -514,6 +514,7 @@ def test_the_metrics_port_minds_nothing(server: Running) -> None:
     assert port
     rng = random.Random(3)
     held = []
+    began = time.monotonic()
     for i in range(60):
         s = socket.create_connection(("127.0.0.1", port))
         if i % 4 == 0:
@@ -529,6 +530,7 @@ def test_the_metrics_port_minds_nothing(server: Running) -> None:
         s.close()
     url = f"http://127.0.0.1:{port}/metrics"
     until(lambda: b"ds4jax_requests_total" in fetch(url))
+    assert time.monotonic() - began < 4, "connections are not taken"
     for s in held:
         s.close()
 
