@@ -1009,7 +1009,7 @@ def test_stopping_under_load_ends_every_stream() -> None:
         endless = St(ignore_eos=True)
         calls = [s.stub.Generate(Req(text="x", stopping=endless)) for _ in range(4)]
         next(calls[0])
-        until(lambda: s.scheduler.waiting == 2)
+        until(lambda: s.scheduler.active == 4 and s.scheduler.waiting == 2)
         s.call(lambda: s.server.stop(0.3))
         reasons = [failure(lambda call=call: list(call))["reason"] for call in calls]
         assert sorted(reasons) == ["DRAINING"] * 2 + ["SHUTTING_DOWN"] * 2
