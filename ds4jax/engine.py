@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,7 @@ class _Lane:
     suspended: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Snapshot:
     slot_data: dict[str, npt.NDArray[Any]]
     pages: list[dict[str, npt.NDArray[Any]]]
@@ -167,7 +168,7 @@ class DeviceExecutor:
         self._generations = [0] * run.num_slots
         self._lanes: dict[int, _Lane] = {}
         self._in_flight: list[_Handle] = []
-        self._snapshot_bytes = 0
+        self._snapshots: weakref.WeakSet[_Snapshot] = weakref.WeakSet()  # of lanes still parked
         self._counter = CompileCounter.shared()
         self._compiles_before = self._counter.count
         self._seconds_before = self._counter.seconds
@@ -370,7 +371,7 @@ class DeviceExecutor:
         pages = self._pages.owned(lane.slot)[: pages_for(state.length)]
         moved = self._slot_bytes() + len(pages) * self._page_bytes()
         snapshot = None
-        if self._snapshot_bytes + moved <= self.run.snapshot_bytes:
+        if sum(x.nbytes for x in self._snapshots) + moved <= self.run.snapshot_bytes:
             data = self._snapshot_program("take_slot")(self._cache, np.int32(lane.slot))
             parts = []
             for first, block in self._page_blocks(pages):
@@ -381,7 +382,7 @@ class DeviceExecutor:
                 {k: np.array(np.asarray(v)) for k, v in data.items()},
                 parts, len(pages), state.length, moved,
             )  # fmt: skip
-            self._snapshot_bytes += moved
+            self._snapshots.add(snapshot)
         self.retire(lane)
         return snapshot
 
@@ -443,7 +444,7 @@ class DeviceExecutor:
             self._cache = self._snapshot_program("put_pages")(
                 self._cache, where, np.int32(first), block, full
             )
-        self._snapshot_bytes -= snapshot.nbytes
+        self._snapshots.discard(snapshot)
         self._lanes[slot] = _Lane(spec, length=length, decoding=True)
         return LaneRef(slot, self._generations[slot])
 

@@ -323,7 +323,8 @@ class Executor(Protocol):
         """Release slot and pages of a decoding lane.
 
         Returns: an opaque snapshot on the host for `restore`, or None if there was no room for one
-        (the lane then comes back through `admit` with `replay`).
+        (the lane then comes back through `admit` with `replay`). It takes room until it is
+        restored, or nobody holds it any more.
         """
         ...
 

@@ -8,6 +8,7 @@ allocator. Faults and delays can be injected. Used by scheduler, server and clie
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,7 +41,7 @@ def mix(state: int, *values: int) -> int:
     return state
 
 
-@dataclass
+@dataclass(eq=False)
 class _Lane:
     spec: LaneSpec
     hash: int = 1
@@ -111,6 +112,7 @@ class FakeExecutor:
         self.clock = clock
         self.script = script
         self.snapshot_room = snapshot_room
+        self.snapshots: weakref.WeakSet[_Lane] = weakref.WeakSet()
         self.generations = [0] * num_slots
         self.lanes: dict[int, _Lane] = {}
         self.in_flight: list[FakeHandle] = []
@@ -163,9 +165,9 @@ class FakeExecutor:
         if not state.decoding:
             raise PlanError(f"{lane} does not decode")
         self.retire(lane)
-        if self.snapshot_room <= 0:
+        if len(self.snapshots) >= self.snapshot_room:
             return None
-        self.snapshot_room -= 1
+        self.snapshots.add(state)
         return state
 
     def fork(self, source: LaneRef, targets: Sequence[LaneRef], length: int) -> bool:
@@ -194,7 +196,7 @@ class FakeExecutor:
         ):
             return None
         snapshot.suspended = False
-        self.snapshot_room += 1
+        self.snapshots.discard(snapshot)
         self.lanes[free[0]] = snapshot
         return LaneRef(free[0], self.generations[free[0]])
 

@@ -192,7 +192,8 @@ def beside(engine: DeviceExecutor, spec: LaneSpec, others: list[LaneSpec]) -> li
 def test_neighbours_change_nothing(engine: DeviceExecutor, temperature: float, length: int) -> None:
     sampling = SamplingParams(temperature=temperature, seed=0, top_logprobs=4)
     spec = make(length, 20, sampling=sampling)
-    others = [make(7, 60, seed=5), make(250, 60, seed=6)]
+    greedy = SamplingParams(temperature=0.0, seed=6)
+    others = [make(7, 60, seed=5), make(250, 60, sampling=greedy)]
     assert beside(engine, spec, others) == generate(engine, spec)
 
 
@@ -312,6 +313,32 @@ def test_snapshots_of_models_that_lack_a_kind_of_layer(ratios: tuple[int, ...]) 
     part = jax.eval_shape(step.take_pages, cache, pages)
     assert jax.eval_shape(step.put_slot, cache, zero, slot) == cache
     assert jax.eval_shape(step.put_pages, cache, zero, zero, pages, part) == cache
+
+
+def test_memory_for_parked_lanes_is_bounded_and_comes_back(
+    engine: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make(20, 6)
+
+    def parked() -> Any:
+        ref = engine.admit(spec)
+        assert ref is not None
+        prefill(engine, ref, spec)
+        return engine.park(ref)
+
+    size = engine._slot_bytes() + engine._page_bytes()
+    monkeypatch.setattr(engine, "run", replace(engine.run, snapshot_bytes=2 * size - 1))
+    one = parked()
+    arrays = jax.tree.leaves((one.slot_data, one.pages))
+    assert sum(x.nbytes for x in arrays) == one.nbytes == size
+    assert parked() is None
+    ref = engine.restore(spec, one)
+    assert ref is not None
+    engine.retire(ref)
+    other = parked()
+    assert other is not None and parked() is None
+    del other  # its request was cancelled
+    assert parked() is not None
 
 
 def test_too_many_rows_are_refused(engine: DeviceExecutor) -> None:

@@ -397,6 +397,22 @@ def test_deadlines_in_every_state() -> None:
     assert bench.executor.pages.free == bench.executor.limits.num_pages
 
 
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_deadline_ends_a_lane_that_is_held_back(parked: bool) -> None:
+    bench = Bench(num_slots=1, step=1.0)
+    held = bench.submit(spec(5, 100), deadline=bench.clock.now + 20)
+    bench.run(until=lambda: bench.scheduler.counters.output_tokens >= 3)
+    bench.scheduler.pause(held, True)
+    if parked:
+        bench.scheduler.park(held)
+    bench.run()
+    last = drain(held)[-1]
+    assert isinstance(last, Failed) and last.error.code == "DEADLINE_EXCEEDED"
+    assert 20 <= last.at - held.arrival <= 22
+    assert bench.scheduler.counters.preemptions == parked
+    assert not bench.executor.lanes and not bench.executor.snapshots
+
+
 def test_a_deadline_before_the_estimated_start_is_refused_at_once() -> None:
     bench = Bench(num_slots=1, step=1.0)
     bench.submit(spec(5, 20))
@@ -487,6 +503,7 @@ def test_cancel_in_every_state(when: str) -> None:
     bench.scheduler.cancel(request)
     bench.run()
     assert bench.scheduler.active == 0 and not bench.executor.lanes
+    assert not bench.executor.snapshots  # of a lane that will not come back
     assert bench.scheduler.counters.cancelled == {"client": 1}
     if when == "queued":
         assert isinstance(drain(other)[-1], Ended)
@@ -566,6 +583,22 @@ def test_parked_lanes_come_back_before_newcomers() -> None:
     started = drain(newcomer)[0].at
     assert started >= drain(old)[-1].at
     assert isinstance(drain(young)[-1], Ended)
+
+
+def test_parked_lanes_come_back_oldest_first() -> None:
+    bench = Bench(num_slots=2)
+    old, young = bench.submit(spec(5, 50)), bench.submit(spec(5, 50))
+    bench.run(until=lambda: bench.scheduler.counters.output_tokens >= 12)  # both decode
+    for request in (young, old):
+        bench.scheduler.pause(request, True)
+        bench.scheduler.park(request)
+    others = bench.submit(spec(5, 15)), bench.submit(spec(5, 99))  # take the slots; one ends soon
+    bench.run(until=lambda: all(x.progress.phase is Phase.DECODE for x in others))
+    for request in (young, old):
+        bench.scheduler.pause(request, False)
+    bench.run()
+    ends = [drain(request)[-1].at for request in (old, young)]
+    assert ends[0] < ends[1] and bench.scheduler.counters.preemptions == 2
 
 
 @pytest.mark.parametrize("room", [0, 100])
@@ -962,11 +995,12 @@ def check_ends(clients: list[Client]) -> None:
 
 
 def test_sixty_four_slots() -> None:
-    bench = Bench(num_slots=64, max_ctx=512, settings={"max_waiting": 200})
-    lanes = [spec(3 + n % 40, 400, seed=n) for n in range(70)]
+    settings = {"max_waiting": 200, "decode_steps_per_chunk": 1}
+    bench = Bench(num_slots=64, max_ctx=512, settings=settings)
+    lanes = [spec(3 + n % 40, 100, seed=n) for n in range(70)]
     requests = [bench.submit(lane) for lane in lanes]
     bench.run()
-    assert max(len(p.decode) for p in bench.executor.plans) > 40
+    assert max(len(p.decode) for p in bench.executor.plans) == 64
     for request, lane in zip(requests, lanes, strict=True):
         assert ids(drain(request)) == alone(lane, max_ctx=512)
 
