@@ -21,7 +21,7 @@ import pytest
 from ds4jax_server.app import channel_options
 from ds4jax_server.pb import generation_pb2 as pb
 from ds4jax_server.pb import generation_pb2_grpc as pb_grpc
-from ds4jax_server.settings import ServerConfig
+from ds4jax_server.settings import ServerConfig, host_port
 
 from ds4jax.client import Client, RequestFailed
 from ds4jax.config import ConfigError, StoppingCriteria
@@ -221,6 +221,31 @@ def test_tls_and_mutual_tls(pki: Path) -> None:
                 assert caught.value.code == "UNAVAILABLE"
 
 
+def test_files_that_are_no_certificates_are_named(pki: Path) -> None:
+    ca = str(pki / "ca.pem")
+    good = {"tls_cert": str(pki / "server.pem"), "tls_key": str(pki / "server.key")}
+    ServerConfig(**good, tls_client_ca=ca)
+    for wrong, says in (
+        ({"tls_key": ca}, r"ca\.pem are no certificate and its key"),
+        ({"tls_cert": good["tls_key"]}, "no certificate"),
+        ({"tls_key": str(pki / "client.key")}, "KEY_VALUES_MISMATCH"),
+        ({"tls_client_ca": good["tls_key"]}, "holds no certificates"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ServerConfig(**{**good, "tls_client_ca": ca, **wrong})
+
+
+def test_an_encrypted_key_is_refused_without_asking(pki: Path) -> None:
+    from cryptography.hazmat.primitives import serialization as form
+
+    key = form.load_pem_private_key((pki / "server.key").read_bytes(), None)
+    secret = form.BestAvailableEncryption(b"x")
+    data = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, secret)
+    (pki / "locked.key").write_bytes(data)
+    with pytest.raises(ConfigError, match="not encrypted"):
+        ServerConfig(tls_cert=str(pki / "server.pem"), tls_key=str(pki / "locked.key"))
+
+
 def test_the_bearer_token(pki: Path) -> None:
     with serving(auth_token_file=str(pki / "token"), admin="127.0.0.1:0") as s:
         with Client(s.address, token="s3cret-token") as client:
@@ -253,6 +278,41 @@ def test_a_unix_socket_alone(tmp_path: Path) -> None:
             assert client.generate(prompt="x", stopping=SHORT).text
 
 
+def test_why_an_address_cannot_be_bound_is_told(tmp_path: Path) -> None:
+    for where, says in (
+        ({"unix": f"{tmp_path}/none/socket"}, "No such file"),
+        ({"unix": f"{tmp_path}/{'x' * 200}"}, "path too long"),
+        ({"host": "192.0.2.1"}, "Cannot assign"), ({"host": "host.invalid"}, r"(?!is it)\w+"),
+        ({"admin": "192.0.2.1:0"}, "Cannot assign"),
+    ):  # fmt: skip
+        with pytest.raises(OSError, match=f"cannot bind .*{says}"), serving(**where):
+            pass
+
+
+def test_addresses_of_both_families(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="ds4jax.server")
+    assert host_port("::", 5) == host_port("[::]", 5) == "[::]:5"
+    cases = [("127.0.0.1", "127.0.0.1")]
+    if _has_ipv6():
+        cases += [("::1", "[::1]"), ("[::1]", "[::1]")]
+    for host, shown in cases:
+        caplog.clear()
+        with serving(host=host, metrics_host=host, metrics_port=0, admin=f"{host}:0") as s:
+            with Client(f"{shown}:{s.server.port}") as client:
+                assert client.generate(prompt="x", stopping=SHORT).text
+            assert f"admin on {shown}:{s.server.admin_port}" in caplog.text
+            assert f"metrics on http://{shown}:{s.server.metrics_port}/" in caplog.text
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 def test_an_open_port_without_tls_warns(caplog: pytest.LogCaptureFixture) -> None:
     with serving(host="0.0.0.0"):
         assert "not encrypted" in caplog.text
@@ -267,6 +327,11 @@ def test_settings_that_cannot_work_are_all_named(tmp_path: Path) -> None:
             default_max_tokens=0, log_format="xml", metrics_port=1 << 20,
         )  # fmt: skip
     assert len(caught.value.problems) == 8
+    for wrong in ("foo", "unix:", ":5", "127.0.0.1:99999", "127.0.0.1:http", "127.0.0.1:"):
+        with pytest.raises(ConfigError, match="admin is"):
+            ServerConfig(admin=wrong)
+    with pytest.raises(ConfigError, match="unix is empty"):
+        ServerConfig(unix="")
     empty = tmp_path / "token"
     empty.write_text("\n")
     with pytest.raises(ConfigError, match="token"):

@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import signal
+import socket
 import stat
 import sys
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from ds4jax_server.settings import (
     SPARE_STREAMS,
     Loader,
     ServerConfig,
+    host_port,
 )
 
 _LOG = logging.getLogger("ds4jax.server")
@@ -137,7 +139,7 @@ class Server:
             _LOG.warning("%s", text)
         public = self._server(interceptors, self.services.handlers(), PUBLIC)
         if self.config.port is not None:
-            address = f"{self.config.host}:{self.config.port}"
+            address = host_port(self.config.host, self.config.port)
             self.port = self._bind(public, address, secure=self.config.tls_cert is not None)
         if self.config.unix is not None:
             self._bind_unix(public, self.config.unix)
@@ -146,7 +148,9 @@ class Server:
             if self.config.admin.startswith("unix:"):
                 self._bind_unix(admin, self.config.admin.removeprefix("unix:"))
             else:
-                self.admin_port = self._bind(admin, self.config.admin, secure=False)
+                host, _, port = self.config.admin.rpartition(":")
+                self.admin_port = self._bind(admin, host_port(host, int(port)), secure=False)
+                _LOG.info("admin on %s", host_port(host, self.admin_port))
         self.metrics.watch(self.engine)
         if self.config.metrics_port is not None:
             self._bind_metrics(self.config.metrics_host, self.config.metrics_port)
@@ -174,18 +178,20 @@ class Server:
             else:
                 bound = server.add_insecure_port(address)
         except RuntimeError as error:
-            raise BindError(f"cannot bind {address}: {error}; is it in use?") from error
+            raise BindError(f"cannot bind {address}: {_why_not(address)}") from error
         if not bound:
-            raise BindError(f"cannot bind {address}: is it in use?")
+            raise BindError(f"cannot bind {address}: {_why_not(address)}")
         return int(bound)
 
     def _bind_metrics(self, host: str, port: int) -> None:
         try:
             self._close_metrics = self.metrics.serve(port, host)
         except OSError as error:
-            raise BindError(f"cannot bind the metrics port {host}:{port}: {error}") from error
+            where = host_port(host, port)
+            raise BindError(f"cannot bind the metrics port {where}: {error}") from error
         self.metrics_port = self.metrics.port
-        _LOG.info("metrics on http://%s:%s/metrics", host, self.metrics_port)
+        assert self.metrics_port is not None
+        _LOG.info("metrics on http://%s/metrics", host_port(host, self.metrics_port))
 
     def _bind_unix(self, server: Any, path: str) -> None:
         """A socket file of a dead server is removed; anything else in its place is not."""
@@ -280,9 +286,26 @@ class Server:
         return 0 if self.engine.error is None else 1
 
 
-def _is_alive(path: str) -> bool:
-    import socket
+def _why_not(address: str) -> str:
+    """Why an address cannot be bound, which the library does not tell."""
+    try:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(path)
+            os.unlink(path)
+        else:
+            host, _, port = address.rpartition(":")
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(found[0][4])
+    except OSError as error:
+        return error.strerror or str(error)
+    return "is it in use?"
 
+
+def _is_alive(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

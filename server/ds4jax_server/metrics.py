@@ -137,8 +137,8 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
     request_queue_size = 64  # with the usual 5, a few idle connections delay a scrape by seconds
 
     def __init__(self, host: str, port: int) -> None:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self.address_family = family
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        self.address_family, *_, address = found[0]
         self._places = threading.Semaphore(16)
         super().__init__((str(address[0]), int(address[1])), _Handler)
 

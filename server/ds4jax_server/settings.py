@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,12 +61,18 @@ class ServerConfig:
                 problems.append(f"{name} is {value}, must be in 0..65535")
         if (self.tls_cert is None) != (self.tls_key is None):
             problems.append("tls_cert and tls_key go together: give both or neither")
+        if self.admin is not None and not _is_address(self.admin):
+            problems.append(f"admin is {self.admin!r}, must be HOST:PORT or unix:PATH")
+        if self.unix == "":
+            problems.append("unix is empty, must be a path")
         if self.tls_client_ca and not self.tls_cert:
             problems.append("tls_client_ca needs tls_cert and tls_key")
+        missing = []
         for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
-                problems.append(f"{name}: no file {path}")
+                missing.append(f"{name}: no file {path}")
+        problems += missing or self._tls_problems()
         if self.grace < 0:
             problems.append(f"grace is {self.grace}, must be at least 0 seconds")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:
@@ -74,6 +81,28 @@ class ServerConfig:
             problems.append(f"log_format is {self.log_format!r}, must be 'text' or 'json'")
         if problems:
             raise config.ConfigError("server", problems)
+
+    def _tls_problems(self) -> list[str]:
+        """What is wrong with the files: the library below would only say that it cannot bind."""
+        out = []
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if self.tls_cert is not None and self.tls_key is not None:
+            try:
+                context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: b"")
+            except (ssl.SSLError, OSError) as error:
+                out.append(
+                    f"tls_cert, tls_key: {self.tls_cert} and {self.tls_key} are no certificate and"
+                    f" its key, not encrypted, in PEM form ({_ssl_reason(error)})"
+                )
+        if self.tls_client_ca is not None:
+            try:
+                context.load_verify_locations(self.tls_client_ca)
+            except (ssl.SSLError, OSError) as error:
+                out.append(
+                    f"tls_client_ca: {self.tls_client_ca} holds no certificates in PEM form"
+                    f" ({_ssl_reason(error)})"
+                )
+        return out
 
     @property
     def exposed(self) -> bool:
@@ -106,6 +135,23 @@ class ServerConfig:
                 [f"auth_token_file: {self.auth_token_file} holds no printable ASCII token"],
             )
         return text
+
+
+def host_port(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _ssl_reason(error: Exception) -> str:
+    return str(getattr(error, "reason", None) or error)
+
+
+def _is_address(text: str) -> bool:
+    """Whether a text is HOST:PORT or unix:PATH."""
+    host, _, port = text.rpartition(":")
+    if host == "unix" or text.startswith("unix:"):
+        return len(text) > len("unix:")
+    return bool(host) and port.isascii() and port.isdecimal() and int(port) <= 65535
 
 
 def _is_exposed(host: str) -> bool:
