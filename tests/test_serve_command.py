@@ -184,14 +184,14 @@ def test_the_loader_makes_an_executor_and_says_what_it_serves(
 
 
 def test_a_device_whose_answers_depend_on_load_is_refused_unless_allowed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert serve.qualified(parse("nano"), fake())
     monkeypatch.setattr(qualify, "difference", lambda executor: "token 3 is another one")
     with pytest.raises(common.Failure, match=r"token 3 is another one.*--allow-unqualified"):
         serve.qualified(parse("nano"), fake())
     assert not serve.qualified(parse("nano", "--allow-unqualified"), fake())
-    assert "every response says so" in capsys.readouterr().err
+    assert "every response says so" in caplog.text
 
 
 def test_a_load_that_fails_is_told_in_one_line(
@@ -238,6 +238,25 @@ def test_json_log_lines_are_json() -> None:
     assert json.loads(formatter.format(record))["code"] == "OK"
 
 
+def test_with_a_json_log_all_of_stderr_is_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loader's notes are left out, and what the server says of itself is a line of the log."""
+
+    def made(args: argparse.Namespace, *_: object) -> Any:
+        def load(report: object) -> object:
+            common.note(args, "a note")
+            serve._LOG.info("ready")
+            raise common.Failure("no room for it")
+
+        return load
+
+    monkeypatch.setattr(serve, "loader", made)
+    assert cli.main(["serve", "nano", "--port", "0", "--log-format", "json"]) == 1
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert [json.loads(x)["message"] for x in lines] == ["ready"] and "no room" in last
+
+
 # ---- top ---------------------------------------------------------------------------------------
 
 
@@ -278,6 +297,23 @@ def test_top_while_loading_and_with_speculation() -> None:
     status.counters.spec_steps = 18
     status.counters.drafts_verified, status.counters.drafts_accepted = 126, 29
     assert "accepted 23.0%   2.61 tokens per step" in top.render(status, None)
+
+
+def test_a_token_is_asked_for_and_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, admin = tmp_path / "token", f"unix:{tmp_path}/admin"
+    token.write_text("secret\n")
+    with serving(auth_token_file=str(token), admin=admin) as s:
+        for command in (
+            ["top", admin, "--once"], ["generate", "--server", s.address, "-p", "x", "-n", "2"],
+            ["chat", "--server", s.address],
+        ):  # fmt: skip
+            monkeypatch.setattr(sys, "stdin", io.StringIO("/quit\n"))
+            assert cli.main(command) == 1
+            assert "the flag is --server-token-file" in capsys.readouterr().err
+            assert cli.main([*command, "--server-token-file", str(token)]) == 0
+            capsys.readouterr()
 
 
 # ---- --server of generate and chat -------------------------------------------------------------
@@ -346,7 +382,7 @@ def test_errors_of_a_server_are_one_line(
         (["--server", served, "--chat", str(chat)], "--chat: messages[0]"),
         (["--server", served, "-p", "x", "--server-ca", str(ids)], "holds no certificates in PEM"),
         (["--server", served, "-p", "x", "--server-ca", "/nowhere"], "--server-ca /nowhere: No su"),
-        (["--server", "127.0.0.1:1", "-p", "x"], "UNAVAILABLE"),
+        (["--server", "127.0.0.1:1", "-p", "x"], "a server with TLS needs --server-ca"),
         (["--server", served, "-p", "\udcff"], "cannot be sent"),
     ):
         assert cli.main(["generate", *arguments]) == 1

@@ -202,6 +202,13 @@ def add_server(parser: argparse.ArgumentParser) -> None:
                        help="its certificate authority, PEM: use TLS")  # fmt: skip
 
 
+def server_token(args: argparse.Namespace) -> str | None:
+    """The bearer token of `--server-token-file`, if it was given."""
+    if args.server_token_file is None:
+        return None
+    return read_text(args.server_token_file, "--server-token-file").strip()
+
+
 def silence_grpc(args: argparse.Namespace) -> None:
     """Before gRPC is imported: what it logs of a failed call is told by the call's own error."""
     if not args.verbose:

@@ -37,12 +37,9 @@ def connection(args: argparse.Namespace) -> Connection:
             f"--server needs the extra packages of 'ds4jax[server]' ({error.name} is missing):"
             " pip install 'ds4jax[server]'"
         ) from None
-    token = None
-    if args.server_token_file is not None:
-        token = common.read_text(args.server_token_file, "--server-token-file").strip()
     if args.server_ca is not None:
         _check_ca(args.server_ca)
-    return Connection(address=args.server, token=token, ca=args.server_ca)
+    return Connection(address=args.server, token=common.server_token(args), ca=args.server_ca)
 
 
 def _check_ca(name: str) -> None:
@@ -75,7 +72,12 @@ def _told(args: argparse.Namespace, error: ServiceError) -> str:
             place = running.in_flags(path).replace("[", ": entry ").rstrip("]")
         text = running.in_flags(text)
         found.append(text if text.startswith(place) else f"{place} {text}")
-    return f"{error.code}: {'; '.join(found[:20]) or running.in_flags(error.message)}"
+    told = "; ".join(found[:20]) or running.in_flags(error.message)
+    if error.code == "UNAUTHENTICATED":
+        told += "; the flag is --server-token-file"
+    elif error.code == "UNAVAILABLE" and not error.reason and args.server_ca is None:
+        told += " (a server with TLS needs --server-ca)"
+    return f"{error.code}: {told}"
 
 
 def _open(args: argparse.Namespace) -> RemoteModel:
@@ -242,7 +244,7 @@ class RemoteSession(chat.Session):
         try:
             self.ctx = int(self._remote.client.model().context_length)
         except RequestFailed as error:
-            raise common.Failure(f"{args.server}: {error.code}: {error.message}") from None
+            raise common.Failure(f"{args.server}: {_told(args, error)}") from None
         self.reset()
 
     @property

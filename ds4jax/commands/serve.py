@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ds4jax.local import Loaded
     from ds4jax.plan import Executor
 
+_LOG = logging.getLogger("ds4jax.server")
 MAX_DIGEST_BYTES = 2 << 30
 """Weight files up to this size are hashed at start, larger ones are not."""
 _ROW_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -119,8 +120,10 @@ def _add_security(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
+    common.silence_grpc(args)
     try:
         from ds4jax_server import app
+        from ds4jax_server.settings import host_port
     except ImportError as error:
         raise common.Failure(
             f"the server needs the extra packages of 'ds4jax[server]' ({error.name} is missing):"
@@ -131,9 +134,11 @@ def run(args: argparse.Namespace) -> int:
     ctx = running.context_of(args, model)
     config = server_config(args, model, ctx)
     _set_up_logging(args)
+    if args.log_format == "json":  # then nothing else is on stderr
+        args = argparse.Namespace(**{**vars(args), "quiet": True})
 
     def announce(server: app.Server) -> None:
-        names = [f"{config.host}:{server.port}"] if server.port is not None else []
+        names = [host_port(config.host, server.port)] if server.port is not None else []
         names += [f"unix:{config.unix}"] if config.unix else []
         print(f"listening on {' and '.join(names)}", flush=True)
 
@@ -280,7 +285,7 @@ def loader(args: argparse.Namespace, model: running.Opened, ctx: int) -> Loader:
         report("checking that lanes do not depend on each other", 1.0)
         served = served_model(args, model, loaded, run_config)
         served = dataclasses.replace(served, unqualified=not qualified(args, executor))
-        common.note(args, f"ready: {args.lanes} lanes of {ctx} tokens")
+        _LOG.info("ready: %d lanes of %d tokens", args.lanes, ctx)
         return executor, served
 
     return load
@@ -300,7 +305,7 @@ def qualified(args: argparse.Namespace, executor: Executor) -> bool:
     text = f"this device is not qualified: its answers depend on load ({found})"
     if not args.allow_unqualified:
         raise common.Failure(f"{text}; --allow-unqualified serves on it all the same")
-    common.note(args, f"warning: {text}; every response says so")
+    _LOG.warning("%s; every response says so", text)
     return False
 
 

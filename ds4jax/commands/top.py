@@ -22,7 +22,7 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("address", metavar="ADDR", type=common.address,
                         help="HOST:PORT or unix:PATH")  # fmt: skip
-    parser.add_argument("--token", metavar="TEXT", help="bearer token")
+    parser.add_argument("--server-token-file", metavar="FILE", help="bearer token for it")
     parser.add_argument("--interval", type=common.number(0.1, 3600), default=1.0,
                         metavar="SECONDS", help="between two looks")  # fmt: skip
     parser.add_argument("--once", action="store_true", help="one look, then end")
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         from ds4jax.client import Connection
     except ImportError as error:
         raise common.Failure(f"{error.name} is missing: pip install 'ds4jax[server]'") from None
-    connection = Connection(address=args.address, token=args.token)
+    connection = Connection(address=args.address, token=common.server_token(args))
     channel = connection.channel(grpc)
     stub = generation_pb2_grpc.AdminServiceStub(channel)
     try:
@@ -73,6 +73,8 @@ def _look(stub: Any, connection: Any) -> Any:
         hint = ""
         if failed.code == "UNIMPLEMENTED":
             hint = ": this is not the admin address; start the server with --admin HOST:PORT"
+        elif failed.code == "UNAUTHENTICATED":
+            hint = "; the flag is --server-token-file"
         raise common.Failure(
             f"{connection.address}: {failed.code}: {failed.message}{hint}"
         ) from None
