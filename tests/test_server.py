@@ -15,12 +15,16 @@ from typing import Any
 
 import grpc
 import pytest
+from ds4jax_server.convert import Call, Converter
 from ds4jax_server.pb import generation_pb2 as pb
 from ds4jax_server.pb import generation_pb2_grpc as pb_grpc
+from ds4jax_server.settings import ServedModel, ServerConfig
 from google.protobuf import duration_pb2, struct_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from ds4jax.client import Options, build_chat, build_request
+from ds4jax.config import SamplingParams, StoppingCriteria
 from ds4jax.plan import LaneSpec
 from tests.fake_executor import FakeExecutor
 from tests.serve_tools import (
@@ -195,7 +199,9 @@ REFUSED: list[tuple[str, pb.GenerateRequest, str, str]] = [
               json_schema=struct_pb2.Struct())),
           "regex": Req(text="a", response_format=pb.ResponseFormat(regex="a+")),
           "priority": Req(text="a", priority=pb.PRIORITY_HIGH),
+          "low priority": Req(text="a", priority=pb.PRIORITY_LOW),
           "cache": Req(text="a", cache=pb.CacheOptions(mode=pb.CacheOptions.MODE_USE)),
+          "cache read": Req(text="a", cache=pb.CacheOptions(mode=pb.CacheOptions.MODE_READ_ONLY)),
           "session": Req(text="a", cache=pb.CacheOptions(session_id="s")),
           "prompt_logprobs": Req(text="a", output=O(prompt_logprobs=True)),
           "rejection": Req(text="a", speculation=pb.SPECULATION_REJECTION),
@@ -218,7 +224,9 @@ def test_a_request_that_cannot_be_served_says_why(
     assert (found["code"], found["reason"]) == (code, reason)
     if reason == "CONTEXT_LENGTH_EXCEEDED":
         assert found["metadata"]["context_length"] == "2048"
-        assert int(found["metadata"]["prompt_tokens"]) in (10, 2048)
+        asked = {"long prompt": ("2048", ""), "long output": ("10", "2039")}[name]
+        metadata = found["metadata"]
+        assert (metadata["prompt_tokens"], metadata["max_output_tokens"]) == asked
     if reason == "FEATURE_UNSUPPORTED":
         assert found["metadata"]["feature"]
 
@@ -767,6 +775,7 @@ def test_a_lost_device_is_internal_and_then_unavailable() -> None:
         until(lambda: s.scheduler.counters.self_tests == 1)
         found = failure(lambda: s.generate(text="x"))
         assert (found["code"], found["reason"]) == ("UNAVAILABLE", "DEVICE_ERROR")
+        assert found["retry"] >= 1
         check = health_pb2_grpc.HealthStub(s.channel).Check(health_pb2.HealthCheckRequest())
         assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -845,6 +854,57 @@ def test_tokens_and_text(server: Running) -> None:
     ):
         assert failure(call)["code"] == "INVALID_ARGUMENT"
     assert failure(lambda: stub.Detokenize(pb.DetokenizeRequest(model="x")))["code"] == "NOT_FOUND"
+
+
+@pytest.mark.parametrize(("profile", "count"), [("v4-preview", 3), ("v4-0731", 55)])
+def test_recorded_prompts_are_those_that_a_server_makes(profile: str, count: int) -> None:
+    """Roles, tasks, prefixes, tools, effort and thinking have their way over the wire."""
+    effort = {"medium": "low", "xhigh": "high"}
+    done = 0
+    with serving(tokenizer=real_tokenizer(), model={"chat_profile": profile}) as s:
+        for case in vectors("chat/encode.json")["cases"]:
+            if case["profile"] != profile or case.get("response_format"):
+                continue
+            level = case.get("reasoning_effort")
+            options = Options(
+                messages=case["messages"], tools=case.get("tools") or (),
+                tool_choice=case.get("tool_choice") or "auto", effort=effort.get(level, level),
+            )  # fmt: skip
+            try:
+                wire = build_chat(options)
+            except ValueError as error:
+                assert "no place on the wire" in str(error), case["id"]
+                continue
+            wire.thinking.mode = 1 if case["thinking"] else 2
+            if case.get("drop_thinking") is not None:
+                wire.thinking.drop_thinking = case["drop_thinking"]
+            out = s.stub.Tokenize(pb.TokenizeRequest(chat=wire))
+            assert out.prompt == case["expected_prompt"], case["id"]
+            assert list(out.ids) == case["expected_ids"], case["id"]
+            done += 1
+    assert done >= count
+
+
+def test_a_marker_that_the_vocabulary_lacks_is_named_without_its_file() -> None:
+    with serving(tokenizer=real_tokenizer(), model={"chat_profile": "v4.1"}) as s:
+        found = failure(lambda: s.stub.Tokenize(pb.TokenizeRequest(chat=chat())))
+    assert (found["code"], found["fields"]) == ("INVALID_ARGUMENT", ["chat"])
+    assert found["message"].startswith("chat: the prompt needs the marker '<｜System｜>'")
+
+
+def test_developers_are_systems_and_late_systems_can_be_users(server: Running) -> None:
+    def render(role: Any, **kwargs: Any) -> str:
+        user = pb.Message(role=pb.Message.ROLE_USER, parts=[pb.Part(text="hi")])
+        other = pb.Message(role=role, parts=[pb.Part(text="be brief")])
+        wire = pb.ChatInput(messages=[user, other], **kwargs)
+        return str(server.stub.Tokenize(pb.TokenizeRequest(chat=wire)).prompt)
+
+    system, developer = pb.Message.ROLE_SYSTEM, pb.Message.ROLE_DEVELOPER
+    front = render(system)
+    assert render(developer) == front == render(system, system_placement=1)
+    as_user = render(system, system_placement=pb.SYSTEM_PLACEMENT_AS_USER)
+    assert front.index("be brief") < front.index("<｜User｜>hi")
+    assert as_user.index("<｜User｜>hi") < as_user.index("be brief")
 
 
 def test_struct_arguments_render_like_json_ones(server: Running) -> None:
@@ -998,6 +1058,7 @@ def test_the_admin_service_on_its_own_port() -> None:
             admin.Drain(pb.DrainRequest())
             found = failure(lambda: s.generate(text="x"))
             assert (found["code"], found["reason"]) == ("UNAVAILABLE", "DRAINING")
+            assert found["retry"] > 0
             state = admin.GetStatus(pb.GetStatusRequest())
             assert state.state == pb.GetStatusResponse.STATE_DRAINING
             call.cancel()
@@ -1096,14 +1157,46 @@ def _length(data: bytes) -> bytes:
             return bytes(out)
 
 
+def converted(request: pb.GenerateRequest) -> Call:
+    model = ServedModel(id="m", display_name="m", vocab_size=VOCAB, tokenizer=TOY)
+    return Converter(model, fake().limits, ServerConfig()).call(request)
+
+
+SAMPLING = {
+    "temperature": 0.5, "top_p": 0.75, "top_k": 3, "min_p": 0.125, "repetition_penalty": 1.5,
+    "frequency_penalty": 0.25, "presence_penalty": -0.5, "penalty_window": 7,
+    "logit_bias": ((3, 2.0), (5, -100.0)), "seed": 1 << 63, "top_logprobs": 0,
+    "logprobs_after_sampling": True,
+}  # fmt: skip
+STOPPING = {
+    "max_output_tokens": 9, "min_output_tokens": 2, "stop_strings": ("a", "b"),
+    "stop_token_ids": (5,), "ignore_eos": True, "max_reasoning_tokens": 0, "time_limit": 1.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SAMPLING, *STOPPING])
+def test_every_option_reaches_the_lane_as_it_was_sent(name: str) -> None:
+    """From typed options over the wire and back: alone, and all of them together."""
+    for chosen in ([name], [*SAMPLING, *STOPPING]):
+        sampling = SamplingParams(**{"seed": 1} | {k: SAMPLING[k] for k in chosen if k in SAMPLING})
+        stopping = StoppingCriteria(**{k: STOPPING[k] for k in chosen if k in STOPPING})
+        assert sampling != SamplingParams(seed=1) or stopping != StoppingCriteria()
+        options = Options(prompt="x", sampling=sampling, stopping=stopping, speculate=False)
+        call = converted(build_request(options))
+        (lane,) = call.lanes
+        assert lane.sampling == sampling and call.stopping == stopping
+        assert (lane.min_output_tokens, lane.speculate) == (stopping.min_output_tokens, False)
+        most = stopping.max_output_tokens
+        assert lane.max_output_tokens == (4096 - 2 if most is None else most)
+        assert set(stopping.stop_token_ids) <= set(lane.stop_ids)
+        assert (M.eos in lane.stop_ids) != stopping.ignore_eos
+        if stopping.max_reasoning_tokens is not None:
+            assert lane.reasoning is not None and lane.reasoning.max_tokens == 0
+
+
 def test_lanes_differ_only_by_candidate() -> None:
     """What makes candidates comparable: one prompt array, one seed."""
-    from ds4jax_server.convert import Converter
-    from ds4jax_server.settings import ServedModel, ServerConfig
-
-    model = ServedModel(id="m", display_name="m", vocab_size=VOCAB, tokenizer=TOY)
-    converter = Converter(model, fake().limits, ServerConfig())
-    call = converter.call(Req(text="x", candidate_count=3))
+    call = converted(Req(text="x", candidate_count=3))
     assert [lane.candidate for lane in call.lanes] == [0, 1, 2]
     assert len({id(lane.prompt) for lane in call.lanes}) == 1
     assert len({lane.sampling for lane in call.lanes}) == 1

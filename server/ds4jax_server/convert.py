@@ -171,7 +171,8 @@ class Converter:
             rendered = chat.render(parsed, self._profile)
             return answer.chat_prompt(rendered, tokenizer), rendered.text
         except TokenizerError as error:
-            raise InvalidRequest([Violation(kind, str(error))]) from None
+            told = str(error).removeprefix(f"{tokenizer.source}: ")  # no path of this machine
+            raise InvalidRequest([Violation(kind, told)]) from None
 
     def _token_prompt(self, ids: tuple[int, ...], text: bool) -> tuple[PromptIds, str]:
         tokenizer = self.model.tokenizer
