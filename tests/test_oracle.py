@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ds4jax import functional, local, model_file, weights
+from ds4jax import evaluate, functional, local, model_file, weights
 from ds4jax.config import CpuWeights, ModelConfig, Numerics, RuntimeConfig
 from ds4jax.evaluate import Evaluator, split
 from ds4jax.params import Params
@@ -174,14 +174,20 @@ def test_decoded_weights_of_a_file(name: str, file: str) -> None:
     check_file(name, file, "decoded", 300)
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        (n, f) if f == "model.MXFP4_MOE.gguf" else pytest.param(n, f, marks=pytest.mark.slow)
-        for n, f in FILES
-    ],
-)
-def test_packed_weights_of_a_file(name: str, file: str) -> None:
+@pytest.mark.parametrize("file", ["model.MXFP4_MOE.gguf", "model.Q4_0_ROCMFP4.gguf"])
+def test_packed_weights(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """Two files by programs that are compiled with little effort: they run twice."""
+    quick = jax.jit(
+        evaluate._step.__wrapped__, static_argnames=("cfg", "run", "bucket"), donate_argnums=1,
+        compiler_options={"xla_backend_optimization_level": 0},
+    )  # fmt: skip
+    monkeypatch.setattr(evaluate, "_step", quick)
+    check_file("w16", file, "packed", 140)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_packed_weights_of_every_file(name: str, file: str) -> None:
     check_file(name, file, "packed", 140)
 
 
