@@ -98,7 +98,11 @@ def server(args: argparse.Namespace, *extra: str) -> Iterator[Target]:
     if args.address:
         yield Target(args.address, args.admin, None)
         return
-    folder = tempfile.mkdtemp(prefix="ds4jax-bench-")
+    with tempfile.TemporaryDirectory(prefix="ds4jax-bench-") as folder:
+        yield from _own_server(args, folder, extra)
+
+
+def _own_server(args: argparse.Namespace, folder: str, extra: Sequence[str]) -> Iterator[Target]:
     admin = f"unix:{folder}/admin"
     command = [
         sys.executable, "-m", "ds4jax_server", args.model, "--port", "0", "--admin", admin,
@@ -110,8 +114,8 @@ def server(args: argparse.Namespace, *extra: str) -> Iterator[Target]:
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE,
         stderr=log, text=True,
     )  # fmt: skip
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         address = line.split()[2] if line.startswith("listening") else ""
         if not address:
@@ -130,6 +134,7 @@ def server(args: argparse.Namespace, *extra: str) -> Iterator[Target]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()
         log.close()
 
 
@@ -278,7 +283,9 @@ def finish_cells(cells: list[dict[str, Any]], wanted: set[str] | None) -> None:
         for cell in cells:
             if f"C{cell['concurrency']}/{cell['arm']}" == difference["cell_b"]:
                 cell["valid"] = False
-                cell["invalid_reasons"].append(f"FAILED: other ids for {difference['id']}")
+                reason = f"FAILED: other ids for {difference['id']}"
+                if reason not in cell["invalid_reasons"]:
+                    cell["invalid_reasons"].append(reason)
                 for name in ("aggregate_tok_s", "output_window_tok_s", "steady_decode_tok_s"):
                     cell[name] = None
 
@@ -333,6 +340,7 @@ def run_long(args: argparse.Namespace) -> dict[str, Any]:
         made["decoding_itl_ms"] = _gaps_during(among[0], among[1:])
         cells.append(made)
         _say(cells[-1])
+        finish_cells(cells, {"long"})
         result = make_report(args, target, cells, limits, host, [long, *others], {"long"})
     if args.address:  # its chunks are what they are
         return result
@@ -345,6 +353,7 @@ def run_long(args: argparse.Namespace) -> dict[str, Any]:
             report.cell(small, concurrency=1, arm="chunks of 8", before=before, after=after)
         )  # fmt: skip
         _say(cells[-1])
+    finish_cells(cells, {"long"})
     result["cells"] = cells
     result["identity"] = report.identity(cells, {"long"})
     return result
@@ -539,12 +548,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--address and --admin go together")
     default = "1,2,4,6" if args.workload == "S-mini" else "1,2,3,4"
     args.cells = [int(x) for x in (args.cells or default).split(",")]
-    if args.workload == "H-long":
-        result = run_long(args)
-    elif args.workload == "S-mini":
-        result = run_s(args)
-    else:
-        result = run_h(args)
+    runs = {"H-long": run_long, "S-mini": run_s}
+    try:
+        result = runs.get(args.workload, run_h)(args)
+    except RuntimeError as error:
+        print(f"bench.serve: {error}", file=sys.stderr)
+        return 1
     report.write(result, args.json)
     return 0
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +235,47 @@ def test_the_long_prompt_among_decoding_lanes(tmp_path: Path) -> None:
     assert (alone["arm"], among["arm"]) == ("alone", "with 3")
     assert alone["prompt_tokens"] == 1195 and alone["completion_tokens"] == 32
     assert alone["prefill_tok_s"] > 0 and among["decoding_itl_ms"]["p95"] > 0
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_long_prompt_on_servers_of_its_own(
+    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, among others and in the smallest chunks; what differs shows no throughput."""
+    folders = (tmp_path / str(n) for n in itertools.count())
+
+    @contextmanager
+    def server(args: Any, *extra: str) -> Iterator[serve.Target]:
+        flags = dict(zip(extra[::2], extra[1::2], strict=True))
+        chunk = int(flags.get("--prefill-chunk", 128))
+        lanes = int(flags["--lanes"])
+        executor = fake(max_ctx=8192, num_pages=400, num_slots=lanes, chunk_tokens=chunk)
+        if broken and chunk == 8:
+            executor.script = lambda lane: [65] * 40
+        admin, facts = f"unix:{next(folders)}", {"approximate": True, "experts_per_token": 4}
+        with serving(executor, admin=admin, model=facts) as s:
+            yield serve.Target(s.address, admin, None)
+
+    monkeypatch.setattr(serve, "server", server)
+    out = str(tmp_path / "out.json")
+    assert serve.main(["--workload", "H-long", "--json", out, "--no-limits"]) == 0
+    made = report.read(out)
+    alone, _, small = made["cells"]
+    assert [c["arm"] for c in made["cells"]] == ["alone", "with 3", "chunks of 8"]
+    assert alone["valid"] and small["server_counters"]["steps"] > 150 + 30
+    assert made["identity"]["pass"] is small["valid"] is not broken
+    assert (small["aggregate_tok_s"] is None) is broken
+    assert made["model"]["approximate"] is True and made["model"]["experts_per_token"] == 4
+
+
+def test_a_server_that_does_not_start_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out.json")
+    missing = f"{tmp_path}/none.gguf"
+    assert serve.main(["--model", missing, "--json", out, "--no-limits"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("bench.serve: the server did not start") and missing in err
 
 
 @pytest.mark.parametrize("workload", ["H-natural", "H-fixed", "S-mini"])
