@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -182,8 +183,6 @@ def test_unavailable_is_tried_again_until_it_is_there() -> None:
         return fake()
 
     with serving(load, wait=False) as s, Client(s.address, retries=3, timeout=20) as client:
-        import threading
-
         threading.Timer(0.5, lambda: gates.append(1)).start()
         began = time.monotonic()
         assert client.generate(prompt="x", stopping=SHORT).finish_reason == "length"
@@ -192,6 +191,51 @@ def test_unavailable_is_tried_again_until_it_is_there() -> None:
         with pytest.raises(RequestFailed) as caught:
             nobody.generate(prompt="x")
         assert caught.value.code == "UNAVAILABLE" and not nobody.healthy()
+
+
+def test_the_async_client_tries_again_and_keeps_to_its_deadline() -> None:
+    gate = threading.Event()
+
+    def load() -> Any:
+        assert gate.wait(20)
+        return fake(step_seconds=0.02)
+
+    async def main(address: str) -> None:
+        async with AsyncClient(address, retries=0) as client:
+            with pytest.raises(RequestFailed) as caught:
+                await client.model()
+            assert (caught.value.code, caught.value.reason) == ("UNAVAILABLE", "MODEL_LOADING")
+        async with AsyncClient(address, retries=3, timeout=20) as client:
+            asyncio.get_running_loop().call_later(0.3, gate.set)
+            began = time.monotonic()
+            counted, result = await asyncio.gather(
+                client.count_tokens(prompt="abc"), client.generate(prompt="x", stopping=SHORT)
+            )
+            assert counted == 4 and result.finish_reason == "length"
+            assert time.monotonic() - began > 1.5  # the server had asked for two seconds
+            began = time.monotonic()
+            with pytest.raises(RequestFailed) as caught:
+                await client.generate(prompt="x", timeout=0.2)
+            assert caught.value.code == "DEADLINE_EXCEEDED" and time.monotonic() - began < 1
+
+    with serving(load, wait=False) as s:
+        asyncio.run(main(s.address))
+
+
+def test_no_try_is_made_that_would_end_after_the_deadline() -> None:
+    """The server asks for two seconds, the caller has one: that is told at once."""
+    gate = threading.Event()
+
+    def load() -> Any:
+        assert gate.wait(20)
+        return fake()
+
+    with serving(load, wait=False) as s, Client(s.address, retries=3) as client:
+        began = time.monotonic()
+        with pytest.raises(RequestFailed) as caught:
+            client.generate(prompt="x", timeout=1.0)
+        assert caught.value.reason == "MODEL_LOADING" and time.monotonic() - began < 0.9
+        gate.set()
 
 
 def test_what_has_begun_is_not_tried_again() -> None:

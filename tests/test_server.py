@@ -243,6 +243,29 @@ def test_what_can_be_honoured_is_accepted(server: Running) -> None:
         assert list(server.stub.Generate(request))[-1].HasField("finished")
 
 
+def test_errors_quote_no_prompt(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "s3cr3t"
+    user = pb.Message(role=pb.Message.ROLE_USER, parts=[pb.Part(text=secret)])
+    made = pb.Message(
+        role=pb.Message.ROLE_ASSISTANT, parts=[pb.Part(text=secret)], reasoning=secret,
+        tool_calls=[pb.ToolCall(id="1", name="run", arguments_json=f'{{"a": "{secret}"')],
+    )  # fmt: skip
+    result = pb.Message(role=pb.Message.ROLE_TOOL, tool_call_id="9", parts=[pb.Part(text=secret)])
+    tool = pb.Tool(name="run", description=secret, parameters_json=f'["{secret}"]')
+    bad = pb.Tool(name="run", description=secret, parameters_json=f'{{"{secret}')
+    for request in (
+        Req(text=secret, candidate_count=99), Req(text=secret * 1000), Req(text=secret, model="x"),
+        Req(text=secret, response_format=pb.ResponseFormat(regex=secret)),
+        Req(text=secret, stopping=St(stop_strings=[secret * 99])),
+        Req(chat=pb.ChatInput(messages=[user, result, made, user], tools=[tool, bad])),
+        Req(chat=pb.ChatInput(messages=[made], tools=[bad, bad])),
+    ):  # fmt: skip
+        call = server.stub.Generate(request)
+        assert failure(lambda call=call: list(call))["message"]
+        assert secret not in call.details() and secret not in str(call.trailing_metadata())
+    assert secret not in caplog.text
+
+
 def test_both_inputs_and_unknown_fields_are_refused(server: Running) -> None:
     both = Req(text="a").SerializeToString() + Req(tokens=pb.TokenIds(ids=[1])).SerializeToString()
     unknown = Req(text="a").SerializeToString() + bytes([0xF8, 0x07, 0x01])  # field 127

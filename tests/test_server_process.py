@@ -108,6 +108,16 @@ def test_sigterm_drains_and_a_second_one_stops(start: Any) -> None:
         assert stops.end(10.0)[0] == 0
 
 
+def test_sigterm_ends_a_server_that_hangs_before_it_is_ready(start: Any) -> None:
+    process = start({"port": 0}, {"step_seconds": 600.0})  # in the first step of all
+    with Client(process.address, retries=0) as client:
+        with pytest.raises(RequestFailed) as caught:
+            client.generate(prompt="x", stopping=SHORT)
+        assert caught.value.reason == "MODEL_LOADING"
+    process.signal(signal.SIGTERM)
+    assert process.end(15.0)[0] == 0
+
+
 def test_killed_and_started_again_on_the_same_addresses(start: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     first = start({"port": 0, "unix": path})
@@ -348,6 +358,12 @@ def test_the_log_line_has_no_prompt_unless_told(caplog: pytest.LogCaptureFixture
             until(lambda: len(caplog.records) == 2)
         lines = [r.getMessage() for r in caplog.records]
         assert any("my secret" in line for line in lines) == log_prompts
+        if log_format == "text":
+            fields = dict(x.split("=") for x in lines[0].split())
+            assert fields["request_id"].startswith("req-") and fields["code"] == "OK"
+            assert (fields["prompt_tokens"], fields["cached_tokens"]) == ("10", "0")
+            assert (fields["output_tokens"], fields["finish"]) == ("3", "length")
+            assert float(fields["ttft_s"]) > 0 and float(fields["tok_s"]) > 0
         if log_format == "json":
             first, second = (json.loads(line) for line in lines)
             assert (first["code"], first["finish"], first["output_tokens"]) == ("OK", "length", 3)
