@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: the exit status.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _use_utf8()
+    _prepare_streams()
     parser, by_name = _build()
     try:
         if arguments and arguments[0] in by_name:
@@ -204,8 +204,15 @@ def _report(prog: str, message: str, status: int) -> int:
     return status
 
 
-def _use_utf8() -> None:
-    """Text is UTF-8 whatever the locale; a lone surrogate is written as its escape."""
+def _prepare_streams() -> None:
+    """Text is UTF-8 whatever the locale; a lone surrogate is written as its escape.
+
+    A stream that the caller closed is empty, or leads nowhere: without one in its place results end
+    in an error, and notes come out among the results.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")

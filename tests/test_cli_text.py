@@ -578,6 +578,24 @@ def test_a_closed_pipe_is_no_traceback(small: Path, tmp_path: Path) -> None:
     assert errors == b""
 
 
+@pytest.mark.parametrize(
+    ("closed", "out", "err"),
+    [
+        (">&-", b"", b"1 tokens, 1 bytes\n"),
+        ("2>&-", b"     41  'A'\n", b""),
+        ("<&- 2>&- >&-", b"", b""),
+    ],
+)
+def test_streams_that_the_caller_closed(small: Path, closed: str, out: bytes, err: bytes) -> None:
+    """Results and notes never take each other's place."""
+    script = f'exec "$0" -m ds4jax.cli tokenize "$1" -f - {closed}'
+    done = subprocess.run(
+        ["sh", "-c", script, sys.executable, small], cwd=REPO, capture_output=True, timeout=60,
+        input=b"A",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
+
+
 # -- doctor ----------------------------------------------------------------------------------------
 
 
