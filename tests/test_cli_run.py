@@ -612,7 +612,7 @@ def test_logits_of_a_file(run: Any, write: Any, tmp_path: Path, oracle: dict[str
     out = tmp_path / "out.npz"
     flags = ["logits", W16, "--ids", ids, "--output", out, "--ctx", 1024, "--dtype", "float32"]
     seen = []
-    for split in (["--stepwise", 7], ["--stepwise", 0], ["--chunks", "100,1,3"], []):
+    for split in (["--stepwise", 130], ["--stepwise", 0], ["--chunks", "100,1,3"], []):
         result = run(*flags, *split, *SAFE)
         assert result.status == 0 and result.out == ""
         with np.load(out) as data:
