@@ -332,7 +332,8 @@ def test_candidates(run: Any) -> None:
     (["--ids", "{dir}/text.json"], 1, "entry 0 is 'a', must be an integer token id"),
     (["--chat", "{dir}/chat.json"], 1, "messages[0].role is 'robot'"),
     (["--chat", "{dir}/format.json"], 1, "response_format.json_object: decoding is not"),
-    (["missing.gguf", "-p", "x"], 1, "missing.gguf"),
+    (["missing.gguf", "-p", "x"], 1, "MODEL 'missing.gguf': no such file or directory: give"),
+    (["Hello there"], 1, "or nano (the default); a text goes after -p"),
     (["-p", "\udc80"], 1, "the prompt: messages[0].content holds a lone surrogate"),
     (["-p", "x", "--compile-cache", "{dir}/latin.txt"], 1, "--compile-cache {dir}/latin.txt: File"),
 ])  # fmt: skip
@@ -633,7 +634,7 @@ def test_logits_of_a_file(run: Any, write: Any, tmp_path: Path, oracle: dict[str
     (["--chunks", "3,2"], 2, "--chunks add up to 5, there are only 4 ids"),
     (["--chunks", "0,2"], 2, "must be an integer in 1.."),
     (["--chunks", "2", "--stepwise", "1"], 2, "not allowed with argument"),
-    (["--ctx", "3"], 1, "4 ids are over --ctx 3: raise --ctx"),
+    (["--ctx", "3"], 1, "4 tokens are over --ctx 3: raise --ctx (the model allows 1048576)"),
     (["--output", "no/dir/x.npz"], 1, "--output no/dir/x.npz: no directory no/dir"),
 ])  # fmt: skip
 def test_logits_refuses(
@@ -705,9 +706,10 @@ def test_score(run: Any, write: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "status", "says"), [
     (["-p", ""], 1, "there is nothing to score"),
-    (["-p", "some text here", "--ctx", "2"], 1, "tokens, over --ctx 2: raise --ctx"),
+    (["-p", "some text here", "--ctx", "2"], 1, "tokens are over --ctx 2: raise --ctx (the model"),
     (["-p", "x", "--ids", "y"], 2, "not allowed with argument"),
     (["-p", "\x01\x02" * 1050000], 1, "are over the model's"),
+    (["-p", "\x01\x02" * 3000, "--ctx", "64"], 1, "positions: use fewer"),
 ])  # fmt: skip
 def test_score_refuses(run: Any, flags: list[str], status: int, says: str) -> None:
     assert says in run("score", *flags).failed(status)
@@ -738,7 +740,7 @@ def test_convert_and_back(run: Any, tmp_path: Path) -> None:
     (["x.gguf", "-t", "head=rocm"], 2, "type 'rocm' is unknown: types are keep, q8_0"),
     (["x", "-t", "q8_0"], 2, "--type goes with an OUT that ends in .gguf"),
     (["x.gguf", "--imatrix", "none.npz"], 1, "none.npz: no imatrix"),
-    (["no/dir/x.gguf"], 1, "No such file or directory"),
+    (["no/dir/x.gguf"], 1, "/no/dir/x.gguf: no directory "),
 ])  # fmt: skip
 def test_convert_refuses(
     run: Any, tmp_path: Path, flags: list[str], status: int, says: str

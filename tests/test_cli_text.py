@@ -307,7 +307,11 @@ def test_memory_plan_is_what_the_cache_allocates(run_config: RuntimeConfig) -> N
 @pytest.mark.parametrize(
     ("arguments", "files", "status", "message"),
     [
-        (["tokenize", "nowhere.gguf", "-p", "x"], {}, 1, "nowhere.gguf"),
+        (["tokenize", "hello there"], {}, 1, "MODEL 'hello there': no such file or directory: giv"),
+        (["tokenize", "c.json/x", "-p", "x"], {"c.json": {}}, 1, "a text goes after -p"),
+        (["tokenize", "a\0b", "-p", "x"], {}, 1, "MODEL 'a\\x00b': no such file"),
+        (["detokenize", "no.gguf", "--ids", "i"], {"i": [1]}, 1, "or nano (the default)\n"),
+        (["parse", "no.gguf", "--ids", "i"], {"i": [1]}, 1, "MODEL 'no.gguf': no such file or"),
         (["tokenize", "REAL", "--chat", "no.json"], {}, 1, "--chat no.json: No such file"),
         (["tokenize", "REAL", "--chat", "."], {}, 1, "--chat .: is a directory"),
         (["tokenize", "REAL", "--chat", "c.json"], {"c.json": "{"}, 1, "c.json: not JSON: Expec"),
@@ -556,8 +560,8 @@ def test_module_and_script(small: Path) -> None:
     done = process("-m", "ds4jax.cli", "detokenize", str(small), input=b"\xff", env=environ)
     assert done.returncode == 1
     assert done.stderr == (
-        b"ds4jax detokenize: error: --ids -: not UTF-8: byte 0xff at offset 0; convert the file to"
-        b" UTF-8\n"
+        b"ds4jax detokenize: error: --ids -: not UTF-8: byte 0xff at offset 0;"
+        b" convert it to UTF-8\n"
     )
     declared = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     assert 'ds4jax = "ds4jax.cli:main"' in declared

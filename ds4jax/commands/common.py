@@ -117,6 +117,36 @@ def model_of(args: argparse.Namespace) -> str:
     return str(args.model)
 
 
+def existing_model_of(args: argparse.Namespace) -> str:
+    """As `model_of`; one that is not there is refused in words of the command line.
+
+    Raises:
+        Failure: there is no such file or directory.
+    """
+    name = model_of(args)
+    check_exists(name, "; a text goes after -p" if "prompt" in args else "")
+    return name
+
+
+def check_exists(model: str, hint: str = "") -> None:
+    """Refuse a model that is not there.
+
+    Raises:
+        Failure: naming it.
+    """
+    if model == DEFAULT_MODEL:
+        return
+    try:
+        os.stat(model)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte
+        raise Failure(
+            f"MODEL {model!r}: no such file or directory: give a GGUF file, a checkpoint"
+            f" directory, or {DEFAULT_MODEL} (the default){hint}"
+        ) from None
+    except OSError:  # whoever reads it says what is wrong
+        pass
+
+
 def add_output(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
     """--json (if there is such a form), -q, -v."""
     group = parser.add_argument_group("output")
@@ -332,12 +362,13 @@ def read_text(name: str, flag: str, *, bom: bool = True) -> str:
         Failure: also for bytes that are not UTF-8, with the place.
     """
     data = read_bytes(name, flag)
+    place = flag if flag == "stdin" else f"{flag} {name}"
     try:
         return data.decode("utf-8" if bom else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise Failure(
-            f"{flag} {name}: not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start};"
-            " convert the file to UTF-8"
+            f"{place}: not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start};"
+            " convert it to UTF-8"
         ) from None
 
 

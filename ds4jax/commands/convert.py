@@ -54,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
             if given:
                 raise common.UsageError(f"{flag} goes with an OUT that ends in .gguf")
     types = _types(args)
+    if not args.out.parent.is_dir():
+        raise common.Failure(f"OUT {args.out}: no directory {args.out.parent}: make it first")
+    common.check_exists(args.model)
     model = model_file.open_model(args.model, rocmfp2=args.rocmfp2)
     draft = None if args.draft is None else model_file.open_draft(args.draft, model)
     started = time.perf_counter()

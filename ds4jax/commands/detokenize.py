@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     where = f"--ids {args.ids}"
     value = common.read_json(args.ids, "--ids")
     ids = common.token_ids(value.get("ids") if isinstance(value, dict) else value, where)
-    tokenizer = common.open_text_model(common.model_of(args)).tokenizer
+    tokenizer = common.open_text_model(common.existing_model_of(args)).tokenizer
     special = set(tokenizer.specials.values()) if args.show_special else set()
     stream = tokenizer.detokenizer()
     pieces = []

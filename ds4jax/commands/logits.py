@@ -57,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
     vocab = model.file.model_config.vocab_size
     running.check_ids(ids, vocab, where)
     ctx = running.context_of(args, model, needed=len(ids))
-    if len(ids) > ctx:
-        raise common.Failure(f"{where}: {len(ids)} ids are over --ctx {ctx}: raise --ctx")
     if not args.output.parent.is_dir():
         raise common.Failure(f"--output {args.output}: no directory {args.output.parent}")
     with running.progress(args) as shown:

@@ -63,7 +63,7 @@ def _parse_ids(args: argparse.Namespace) -> ParsedOutput:
     where = f"--ids {args.ids}"
     value, start, tools = _case(common.read_json(args.ids, "--ids"), "ids", where, args)
     ids = common.token_ids(value, where)
-    tokenizer = common.open_text_model(common.model_of(args)).tokenizer
+    tokenizer = common.open_text_model(common.existing_model_of(args)).tokenizer
     parser = TokenParser(tokenizer, start=start, tools_declared=tools)
     for token in ids:
         parser.push(token)

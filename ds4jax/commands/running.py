@@ -53,12 +53,13 @@ def open_model(args: argparse.Namespace) -> Opened:
     """Open the model that the flags name, with its notes on stderr.
 
     Raises:
+        Failure: there is no such file.
         ModelFileError, TokenizerError: what is wrong with its files.
     """
     from ds4jax import model_file
     from ds4jax.tokenizer import Tokenizer
 
-    name = common.model_of(args)
+    name = common.existing_model_of(args)
     file = model_file.open_model(name, rocmfp2=args.rocmfp2)
     if args.verbose:
         for text in file.notes:
@@ -98,17 +99,21 @@ def context_of(args: argparse.Namespace, model: Opened, needed: int | None = Non
             share compiled programs. None: `DEFAULT_CTX`, or less if the model allows no more.
 
     Raises:
-        Failure: over what the model allows.
+        Failure: over what the model allows, or more needed than the flag allows.
     """
     most = model.file.model_config.max_position_embeddings
+    if needed is not None and needed > most:
+        raise common.Failure(f"{needed} tokens are over the model's {most} positions: use fewer")
     if args.ctx is not None:
         if args.ctx > most:
             raise common.Failure(f"--ctx {args.ctx}: the model has {most} positions: lower --ctx")
+        if needed is not None and needed > args.ctx:
+            raise common.Failure(
+                f"{needed} tokens are over --ctx {args.ctx}: raise --ctx (the model allows {most})"
+            )
         return int(args.ctx)
     if needed is None:
         return min(DEFAULT_CTX, most)
-    if needed > most:
-        raise common.Failure(f"{needed} tokens are over the model's {most} positions: use fewer")
     grid = 512
     while grid < needed:
         grid *= 2

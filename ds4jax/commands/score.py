@@ -37,8 +37,6 @@ def run(args: argparse.Namespace) -> int:
     if len(ids) < 2:
         raise common.Failure("there is nothing to score: give at least one token after the first")
     ctx = running.context_of(args, model, needed=len(ids))
-    if len(ids) > ctx:
-        raise common.Failure(f"the text has {len(ids)} tokens, over --ctx {ctx}: raise --ctx")
     with running.progress(args) as shown:
         loaded = running.load(args, model, ctx, shown)
         shown.compile(0, 1)

@@ -45,8 +45,9 @@ def add(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the ids."""
+    name = common.existing_model_of(args)
     if args.chat is not None:
-        return _chat(args)
+        return _chat(args, name)
     if args.prompt is not None:
         text = args.prompt
     elif args.file is not None:
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         text = common.read_text("-", "stdin")
     else:
         raise common.UsageError("no text: give --prompt TEXT, --file FILE or --chat FILE")
-    tokenizer = common.open_text_model(common.model_of(args)).tokenizer
+    tokenizer = common.open_text_model(name).tokenizer
     if args.bos:
         ids = tokenizer.encode_completion(text, markers=args.markers)
     else:
@@ -79,7 +80,7 @@ def _print_pieces(tokenizer: Tokenizer, ids: list[int], mark: bool) -> None:
         print(f"{token:>7}  {'⟦' + shown[1:-1] + '⟧' if mark and token in special else shown}")
 
 
-def _chat(args: argparse.Namespace) -> int:
+def _chat(args: argparse.Namespace, name: str) -> int:
     from ds4jax import chat
     from ds4jax.chat_json import chat_request_from_json
     from ds4jax.chat_request import PROFILES, ChatError
@@ -94,7 +95,7 @@ def _chat(args: argparse.Namespace) -> int:
         wanted = None
     try:
         request = chat_request_from_json(case)
-        model = common.open_text_model(common.model_of(args))
+        model = common.open_text_model(name)
         option = args.chat_profile
         if wanted is not None and (option == "auto" or "chat_profile" in args.from_environment):
             option = wanted
