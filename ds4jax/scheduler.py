@@ -364,7 +364,9 @@ class Scheduler:
             self._health.judge(event)
 
     def _next_wake(self, now: float) -> float | None:
-        ready = any(not self._blocked(x) for x in self._parked) and not self._lanes
+        lanes = self._lanes.values()
+        room = not lanes or any(x.state is SlotState.SUSPENDED and not x.in_flight for x in lanes)
+        ready = room and any(not self._blocked(x) for x in self._parked)
         ready = ready and not self._health.needs_reset
         ready = ready or self._freed or self._front.has_commands or bool(self._in_flight)
         if ready or self._prefill_lanes() or self._decode_lanes():

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from ds4jax import config
-from ds4jax.plan import ExecutorLimits, LaneSpec, PlanError, ReasoningLimit, forced_token
+from ds4jax.plan import (
+    ExecutorLimits,
+    LaneSpec,
+    PlanError,
+    ReasoningLimit,
+    StepPlan,
+    forced_token,
+)
 from ds4jax.request import (
     Ended,
     Failed,
@@ -315,6 +322,22 @@ def test_prefill_rotates_among_the_oldest_and_interleaves_with_decode() -> None:
     assert "cddd" in kinds and "cc" not in kinds and "cdddd" not in kinds[: kinds.rindex("c")]
 
 
+def test_no_chunk_is_dispatched_behind_another() -> None:
+    """A cancel waits for one of them at most; a decode step may wait in front of a chunk."""
+    bench = Bench()
+    pairs = []
+
+    def on_step(plan: StepPlan) -> None:
+        count = len(bench.executor.in_flight)
+        before = bench.executor.plans[-count:] if count else []
+        pairs.extend((p.chunk is not None, plan.chunk is not None) for p in before)
+
+    bench.executor.on_step = on_step
+    bench.submit(spec(1000, 5)), bench.submit(spec(1000, 30))
+    bench.run()
+    assert set(pairs) == {(False, False), (False, True), (True, False)}
+
+
 def test_every_decoding_lane_is_in_every_decode_step() -> None:
     bench = Bench()
     for n in range(6):
@@ -601,6 +624,39 @@ def test_parked_lanes_come_back_oldest_first() -> None:
     assert ends[0] < ends[1] and bench.scheduler.counters.preemptions == 2
 
 
+def test_a_lane_that_may_not_run_is_parked_before_one_that_may() -> None:
+    bench = Bench(num_slots=2, num_pages=6, max_ctx=768)
+    held, lane = bench.submit(spec(100, 500, seed=1)), spec(100, 600, seed=2)
+    running = bench.submit(lane)
+    bench.run(until=lambda: bench.scheduler.counters.output_tokens >= 12)
+    bench.scheduler.pause(held, True)  # the older one
+    bench.run(until=lambda: bench.scheduler.counters.preemptions == 1)
+    assert bench.scheduler.snapshot().lanes[0].state is SlotState.PARKED
+    bench.run()
+    assert ids(drain(running)) == alone(lane) and bench.scheduler.counters.preemptions == 1
+    bench.scheduler.pause(held, False)
+    bench.run()
+    assert ids(drain(held)) == alone(spec(100, 500, seed=1))
+
+
+def test_a_parked_lane_does_not_wait_for_one_that_may_not_run() -> None:
+    bench = Bench(num_slots=1)
+    lanes = [spec(5, 50, seed=n) for n in range(2)]
+    first, second = (bench.submit(lane) for lane in lanes)
+    bench.run(until=lambda: bench.scheduler.counters.output_tokens >= 3)
+    bench.scheduler.pause(first, True)
+    bench.scheduler.park(first)
+    bench.run(until=lambda: second.progress.phase is Phase.DECODE)
+    bench.scheduler.pause(second, True)  # it has the slot
+    bench.scheduler.pause(first, False)
+    bench.run()
+    assert ids(drain(first)) == alone(lanes[0])
+    assert bench.scheduler.counters.preemptions == 2
+    bench.scheduler.pause(second, False)
+    bench.run()
+    assert ids(drain(second)) == alone(lanes[1])
+
+
 @pytest.mark.parametrize("room", [0, 100])
 def test_pause_and_park_at_random_steps_change_no_bytes(room: int) -> None:
     rng = random.Random(room)
@@ -673,6 +729,25 @@ def test_a_failed_self_test_refuses_new_requests_until_one_passes() -> None:
     bench.run()
     assert bench.clock.now - before >= 30 and bench.scheduler.healthy
     bench.submit(spec(5, 5))
+
+
+def test_nobody_is_let_in_while_the_self_test_runs() -> None:
+    bench = Bench(num_slots=3)
+    bench.scheduler.self_test()
+    bench.executor.nan_for = lambda s, position: s.sampling.seed == 13
+    sick = bench.submit(*[spec(5, 5, seed=13, candidate=c) for c in range(2)])
+    running, queued = bench.submit(spec(5, 50)), bench.submit(spec(6, 5))
+    phases = []
+
+    def on_step(plan: StepPlan) -> None:
+        if bench.scheduler._health.testing:
+            phases.append(queued.progress.phase)
+
+    bench.executor.on_step = on_step
+    bench.run()
+    assert phases and set(phases) == {Phase.QUEUED}  # although a slot was free
+    assert isinstance(drain(sick)[-1], Failed)
+    assert ids(drain(running)) == alone(spec(5, 50)) and ids(drain(queued)) == alone(spec(6, 5))
 
 
 def test_the_self_test_notices_a_changed_answer() -> None:
