@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,34 @@ def test_pieces_of_any_size_give_the_same_bits(
     assert assert_equals_file(model, pieces, jnp.float32) == 10  # wo_a has rows of 64
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_loading_needs_little_memory_beside_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: bool, request: Any
+) -> None:
+    """Beside the buffers of a device the host holds some pieces, on a CPU the buffers too."""
+    if device:
+        request.getfixturevalue("on_device")
+    cfg = mf.small(
+        hidden_size=256, moe_intermediate_size=256, num_experts=64, num_layers=1,
+        compress_ratios=(0,), swiglu_limits=(10.0,), shared_swiglu_limits=(10.0,),
+        num_hash_layers=0,
+    )  # fmt: skip
+    table = mf.tensor_table(tensors.specs(cfg), {"experts_gate_up": 100, "experts_down": 100})
+    path = mf.write_gguf(tmp_path / "m.gguf", mf.gguf_pairs(cfg), table)
+    model = model_file.open_model(path)
+    total = sum(t.nbytes for t in model.tensors.values())
+    assert total > 7e6
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1 << 18)
+    weights.load(model, RUNTIME)  # imports and compiles
+    tracemalloc.start()
+    try:
+        weights.load(model, RUNTIME)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.4e6 + (0 if device else total), (peak, total)  # whole tensors: 1.8 and 20 MB
 
 
 def test_progress_counts_bytes_and_names_tensors(data_dir: Path) -> None:
