@@ -253,6 +253,10 @@ class Scheduler:
                 lane.request.stream.put(Failed(self.clock(), self._watchdog_error()))
         return True
 
+    def is_active(self, request: Request) -> bool:
+        """Whether a request has not ended, from any thread."""
+        return self._front.is_active(request)
+
     @property
     def healthy(self) -> bool:
         """Whether new requests are welcome, as far as the device goes."""

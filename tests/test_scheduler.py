@@ -1028,7 +1028,7 @@ def test_a_thousand_random_requests(seed: int) -> None:
         live = [c for c in live if not c.over]
         for client in live:
             client.act(bench.scheduler)
-            if client.kind == "deaf" and not bench.scheduler._front.is_active(client.request):
+            if client.kind == "deaf" and not bench.scheduler.is_active(client.request):
                 client.kind = "good"  # it is over: look at what came
     bench.run()
     check_ends(clients)

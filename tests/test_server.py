@@ -672,8 +672,38 @@ def test_a_client_that_does_not_read_hurts_nobody() -> None:
             assert [ids_of(s.generate(**work)) for _ in range(3)] == [alone] * 3
             until(lambda: s.scheduler.counters.slow_clients == 1, 5.0)
             until(lambda: s.scheduler.active == 0)
+            until(lambda: calls(s) == 0)  # the write that waits for the client is given up
             found = failure(lambda: list(deaf))
             assert (found["code"], found["reason"]) == ("RESOURCE_EXHAUSTED", "SLOW_CLIENT")
+
+
+def calls(s: Running) -> float | None:
+    """Generate calls that the server is busy with."""
+    return s.server.metrics.registry.get_sample_value("ds4jax_requests_active")
+
+
+def test_an_answer_that_nobody_reads_is_given_up_after_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its lane is free; the call itself takes room too, and there is room for so many."""
+    options = [("grpc.http2.lookahead_bytes", 1 << 14), ("grpc.http2.bdp_probe", 0)]
+    limits = {"stream_events": 5000, "stream_bytes": 1 << 24}
+    with serving(fake(), settings=quick(slow_client_grace=0.5), **limits) as s:
+        request = Req(text="x", sampling=S(seed=2), output=O(token_ids=True, top_logprobs=20),
+                      stopping=St(max_output_tokens=1500, ignore_eos=True))  # fmt: skip
+        whole = ids_of(list(s.stub.Generate(request)))
+        with grpc.insecure_channel(s.address, options=options) as channel:
+            deaf = pb_grpc.GenerationServiceStub(channel).Generate(request)
+            until(lambda: s.scheduler.counters.output_tokens >= 3000)
+            until(lambda: s.scheduler.active == 0)
+            assert calls(s) == 1
+            until(lambda: calls(s) == 0)
+            got: list[int] = []
+            found = failure(lambda: [got.extend(m.delta.token_ids) for m in deaf])
+        assert (found["code"], found["reason"]) == ("RESOURCE_EXHAUSTED", "SLOW_CLIENT")
+        assert 0 < len(got) < 1500 and got == whole[: len(got)]
+        assert s.scheduler.counters.suspensions == 0
+    assert not [r for r in caplog.records if r.exc_info]
 
 
 def test_a_slow_reader_gets_everything() -> None:
@@ -828,6 +858,24 @@ def test_the_port_answers_while_the_model_loads() -> None:
             request = health_pb2.HealthCheckRequest(service=name)
             until(lambda request=request: stub.Check(request).status == status.SERVING)
         assert s.generate(text="x", stopping=St(max_output_tokens=1))
+
+
+def test_a_drain_while_loading_holds_afterwards() -> None:
+    gate = threading.Event()
+
+    def load() -> FakeExecutor:
+        assert gate.wait(20)
+        return fake()
+
+    with serving(load, wait=False, admin="127.0.0.1:0") as s:
+        with grpc.insecure_channel(f"127.0.0.1:{s.server.admin_port}") as channel:
+            pb_grpc.AdminServiceStub(channel).Drain(pb.DrainRequest())
+        gate.set()
+        assert s.server.engine.loaded.wait(20)
+        found = failure(lambda: s.generate(text="x"))
+        assert (found["code"], found["reason"]) == ("UNAVAILABLE", "DRAINING")
+        check = health_pb2_grpc.HealthStub(s.channel).Check(health_pb2.HealthCheckRequest())
+        assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_a_load_that_fails_ends_the_server_with_an_error() -> None:
@@ -1040,7 +1088,23 @@ def test_metrics_on_the_side_port() -> None:
     assert lines["ds4jax_requests_active"] == "0.0"
     assert lines['ds4jax_slow_client_total{reason="ended"}'] == "0.0"
     assert lines['ds4jax_compilations_total{program="other"}'] == "3.0"
-    assert float(lines['ds4jax_steps_total{bucket="8",phase="decode"}']) >= 3
+    # The self-test is two tokens in one step; the chat is chunks, steps of one row after it, and
+    # one more that was on its way when the answer ended.
+    prompt = int(float(lines['ds4jax_prompt_tokens_total{source="computed"}']))
+    out = len(ids("hm</think>ok")) + 2
+    assert lines['ds4jax_steps_total{bucket="8",phase="decode"}'] == f"{out - 1}.0"
+    assert float(lines['ds4jax_step_rows_total{kind="real"}']) == 2 + prompt + out - 1
+    assert float(lines['ds4jax_step_rows_total{kind="padded"}']) >= 6 + 7 * (out - 1)
+    count = lambda name: float(lines[f"ds4jax_{name}_count"])  # noqa: E731
+    for name in ("time_to_first_token", "time_per_output_token", "queue_duration",
+                 "prefill_duration"):  # fmt: skip
+        assert count(f"{name}_seconds") == 1.0, name
+    assert count("request_duration_seconds") == 2.0
+    assert float(lines['ds4jax_batch_lanes_count{path="single"}']) == out - 1
+    assert lines['ds4jax_batch_lanes_count{path="batched"}'] == "0.0"
+    phases = {p: float(lines[f'ds4jax_step_duration_seconds_count{{phase="{p}"}}'])
+              for p in ("prefill", "decode")}  # fmt: skip
+    assert phases == {"prefill": 1 - (-prompt // 128), "decode": out - 1}
     assert "ds4jax_parser_anomalies" in text and "ds4jax_cancelled" in text
 
 

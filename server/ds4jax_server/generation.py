@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from google.protobuf import duration_pb2
 
+from ds4jax import refusals
 from ds4jax.request import Ended, Failed, Phase, Request, Started, Stream, Tokens
 from ds4jax.scheduler import Scheduler
 from ds4jax_server.convert import Call
@@ -82,6 +83,8 @@ class Run:
         self._signalled = False
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
+        self._patience = max(1.0, config.scheduler.slow_client_grace)
+        self._gave_up = False
         self._last_sent = began
         self._last_delta = began
 
@@ -268,17 +271,34 @@ class Run:
         self._last_sent = time.monotonic()
         task = asyncio.ensure_future(self.context.write(message))
         self._task = task
+        patience = self._loop.call_later(self._patience, self._overdue, task)
         try:
             await task
         except asyncio.CancelledError:
             failure = self.request.stream.failure if self.request is not None else None
-            if failure is not None and not _being_cancelled():
+            if _being_cancelled():
+                raise
+            if failure is not None:
                 raise failure.error from None
+            if self._gave_up and self.request is not None:
+                unread = self.request.stream.unread
+                raise refusals.slow_client(unread, self._patience) from None
             raise
         except Exception as error:  # of gRPC's own: the call is over
             raise ClientGone from error
         finally:
+            patience.cancel()
             self._task = None
+
+    def _overdue(self, task: asyncio.Task[None]) -> None:
+        """A write takes long. While lanes run the scheduler judges that, afterwards nobody else."""
+        if task.done() or self.scheduler is None or self.request is None:
+            return
+        if self.scheduler.is_active(self.request):
+            self._loop.call_later(self._patience, self._overdue, task)
+        else:
+            self._gave_up = True
+            task.cancel()
 
     # ---- the end -------------------------------------------------------------------------------
 

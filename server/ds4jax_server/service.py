@@ -38,6 +38,7 @@ from ds4jax_server.settings import (
 )
 
 _LOG = logging.getLogger("ds4jax.server")
+STATUS_SECONDS = 1.0
 _IDS_AT_ONCE = 1 << 14
 
 
@@ -200,9 +201,7 @@ class Services:
             await run.go(await self._read(messages, run, problems), self.engine.model)
         except ServiceError as error:
             code, run.reason = error.code, error.reason
-            await context.abort_with_status(
-                errors.status_of(error, run.id, run.trailing_metadata())
-            )
+            await _end(context, errors.status_of(error, run.id, run.trailing_metadata()))
         except ClientGone:
             code = "DEADLINE_EXCEEDED" if run.deadline_passed else "CANCELLED"
         except Exception as error:
@@ -210,7 +209,7 @@ class Services:
                 raise
             told = _unexpected(error)
             code, run.reason = told.code, told.reason
-            await context.abort_with_status(errors.status_of(told, run.id))
+            await _end(context, errors.status_of(told, run.id))
         except asyncio.CancelledError:
             code = "DEADLINE_EXCEEDED" if run.deadline_passed else "CANCELLED"
             raise
@@ -235,6 +234,16 @@ class Services:
         message = parsed.checked()
         converter = self.converter(message.model)
         return converter.call(message, (*parsed.violations, *problems))
+
+
+async def _end(context: Any, status: Any) -> None:
+    """End a call with a status. It has left us then, and waits for a client that does not read:
+    the call takes no more room here."""
+    try:
+        async with asyncio.timeout(STATUS_SECONDS):
+            await context.abort_with_status(status)
+    except TimeoutError:
+        raise asyncio.CancelledError from None
 
 
 def _unexpected(error: Exception) -> ServiceError:
