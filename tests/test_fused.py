@@ -48,8 +48,8 @@ def runtime(backend: Any, **kwargs: Any) -> RuntimeConfig:
 
 @functools.cache
 def made(cfg: ModelConfig, backend: Any) -> params.Params:
-    """Random weights: the same ones for every backend."""
-    return synthetic.init_random(cfg, jax.random.key(0), runtime(backend), types=TYPES)
+    """Random weights: the same ones for every backend, as stacks of layers that repeat."""
+    return synthetic.init_random(cfg, jax.random.key(0), runtime(backend), types=TYPES, scan=True)
 
 
 @functools.cache
