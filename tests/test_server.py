@@ -389,6 +389,17 @@ def test_candidates(server: Running) -> None:
     assert pair[0] != pair[1] and run() == pair
 
 
+def test_answers_that_name_no_budget_are_capped() -> None:
+    with serving(default_max_tokens=7) as s:
+        for stopping, most in (
+            (St(ignore_eos=True), 7), (St(min_output_tokens=9), 9), (St(max_output_tokens=20), 20),
+        ):  # fmt: skip
+            out = s.generate(text="x", stopping=stopping)
+            assert out[0].started.max_output_tokens == most
+            assert out[-1].finished.usage.output_tokens == most
+        assert s.models.GetModel(pb.GetModelRequest()).limits.max_output_tokens == 7
+
+
 def test_prefill_only_and_prompt_of_the_whole_context(server: Running) -> None:
     out = server.generate(tokens=pb.TokenIds(ids=[5] * 2048), stopping=St(max_output_tokens=0))
     usage = out[-1].finished.usage
