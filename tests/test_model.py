@@ -119,7 +119,11 @@ def test_rows_together_agree_with_rows_alone() -> None:
         made = functional._rows(*(jnp.asarray(x, jnp.int32) for x in arrays))
         return made.replace(num_rows=count, num_emit=count)
 
-    @jax.jit(static_argnames=("batched", "chunk"))  # type: ignore[misc]
+    # Compiled with little effort: every program runs a few times only.
+    @jax.jit(
+        static_argnames=("batched", "chunk"),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )  # type: ignore[misc]
     def step(cache: Any, rows: model.Plan, batched: bool, chunk: bool) -> Any:
         return model.forward(params, cache, rows, cfg=cfg, run=run, batched=batched, chunk=chunk)
 
