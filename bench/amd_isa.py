@@ -318,7 +318,7 @@ def step_kernels(rows: int) -> list[Kernel]:
     entries = (2 + n) * n
 
     def stream(p: Any, fn: Any, scale: Any, base: Any, w: Any, layer: Any) -> Any:
-        x, mixed = streams.launch_mix(p, fn, layer, interpret=False)
+        x, mixed = streams.launch_mix(p, fn, layer, "rocm")
         args = (x, mixed, scale, base, w, layer, sizes)
         return (
             streams.launch_read(*args, head=False, interpret=False),
@@ -453,7 +453,7 @@ def rules(kernel: Kernel | Figures) -> dict[str, Any]:
     name = kernel.name if isinstance(kernel, Kernel) else kernel.kernel
     if not name.startswith(SMALL):
         return {}
-    return {"weight_bits": 32, "matrix": name.startswith("streams_mix")}
+    return {"weight_bits": 32, "matrix": name.startswith("streams_maps")}
 
 
 def all_kernels() -> Iterator[Kernel]:

@@ -59,13 +59,19 @@ class Tile:
     wide: bool = False
 
 
+FEW_PER_EXPERT = 512
+"""Rows up to which most groups of a model of many experts are small."""
+
+
 def default_tile(t: int, target: decode.Target) -> Tile:
     """A reasonable tile without measurement."""
     if target == "rocm":
         return Tile(up_stages=1, down_stages=1)
+    if t > FEW_PER_EXPERT:
+        return Tile(up_rows=128, wide=True)
     if t > DOT_ROWS:
-        return Tile(wide=True)
-    return Tile(up_rows=32, up_warps=1, down_rows=32, down_warps=1)
+        return Tile(up_warps=2, down_warps=2, wide=True)
+    return Tile(up_warps=2, down_rows=32, down_warps=2)
 
 
 def experts(
@@ -298,9 +304,10 @@ def launch(
     narrow = DOT_ROWS * (2 if all(block_of(k) == 128 for k in kinds) else 1)
     rows = _group_rows(pairs, num, 128 if tile.wide else narrow)
     if t <= DOT_ROWS:
-        groups = _plan(ids_TS, scalars[1], num, target)
+        groups, local = _plan(ids_TS, scalars[1], num, target)
     else:
-        groups = group(ids_TS, scalars[1], num, rows)
+        groups, local = group(ids_TS, scalars[1], num, rows), ids_TS - scalars[1]
+        local = jnp.where((local >= 0) & (local < num), local, -1)
     tiles = max_tiles(pairs, num, rows)
     routes = (groups.used.reshape(1), groups.expert, groups.pair, weights_TS.reshape(-1))
     common = _Common(
@@ -317,8 +324,7 @@ def launch(
         shape=(slots, t, m), tiles=tiles, n=tile.down_rows, unroll=tile.down_unroll,
         num_warps=tile.down_warps, num_stages=tile.down_stages,
     )  # fmt: skip
-    local = ids_TS - scalars[1]
-    return out, jnp.where((local >= 0) & (local < num), local, -1)
+    return out, local
 
 
 def _group_rows(pairs: int, num: int, most: int) -> int:
@@ -359,6 +365,8 @@ def _call(
 ) -> Array:
     format, (rows, cols) = kernel_format(name, w), w.shape[-2:]
     step = block_of(format) * unroll
+    while rows % n and n > DOT_ROWS:
+        n //= 2  # a tile measured on a larger model
     if rows % n or -(-cols // block_of(format)) * block_of(format) % step:
         raise NotImplementedError(
             f"{name}: {format} [{rows}, {cols}] needs N a multiple of {n} and K of {step}"
@@ -440,8 +448,11 @@ def _activated(total: Array, weight: Array, limit: float) -> Array:
 # --- Groups of few rows, without a sort ---
 
 
-def _plan(ids_TS: Array, first: Array, num: int, target: decode.Target) -> Groups:
-    """As `group` with tiles of 16, for at most 16 rows of at most 8 slots: one small kernel."""
+def _plan(ids_TS: Array, first: Array, num: int, target: decode.Target) -> tuple[Groups, Array]:
+    """As `group` with tiles of 16, for at most 16 rows of at most 8 slots: one small kernel.
+
+    Returns also every slot's number among the experts held here, or -1; int32 [T, S].
+    """
     t, slots = ids_TS.shape
     tiles = pl.next_power_of_2(max_tiles(ids_TS.size, num, DOT_ROWS))
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -449,8 +460,9 @@ def _plan(ids_TS: Array, first: Array, num: int, target: decode.Target) -> Group
         one,
         jax.ShapeDtypeStruct((tiles,), jnp.int32),
         jax.ShapeDtypeStruct((tiles, DOT_ROWS), jnp.int32),
+        jax.ShapeDtypeStruct(ids_TS.shape, jnp.int32),
     )
-    used, expert, pair = backend_lib.pallas(
+    used, expert, pair, local = backend_lib.pallas(
         functools.partial(_plan_kernel, t=t, slots=slots, num=num, tiles=tiles),
         name="experts_plan",
         grid=(1,),
@@ -459,7 +471,7 @@ def _plan(ids_TS: Array, first: Array, num: int, target: decode.Target) -> Group
         num_stages=1,
         interpret=target == "interpret",
     )(ids_TS, first.reshape(1))
-    return Groups(used[0], expert, pair)
+    return Groups(used[0], expert, pair), local
 
 
 def _plan_kernel(
@@ -468,6 +480,7 @@ def _plan_kernel(
     used_ref: Any,
     expert_ref: Any,
     pair_ref: Any,
+    local_ref: Any,
     *,
     t: int,
     slots: int,
@@ -481,6 +494,7 @@ def _plan_kernel(
     at = (jnp.minimum(row, t - 1), jnp.minimum(slot, slots - 1))
     local = plgpu.load(ids_ref.at[at], mask=inside, other=-1) - first
     local = jnp.where(inside & (local >= 0) & (local < num), local, -1)
+    plgpu.store(local_ref.at[(row, slot)], local, mask=inside)
     flat = local.reshape(row.size)
     number = jnp.arange(row.size, dtype=jnp.int32)
     # An expert's first pair leads its group.

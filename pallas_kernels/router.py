@@ -145,6 +145,9 @@ def _activated(gate: Array, up: Array, limit: float | None) -> Array:
 
 # --- The kernel ---
 
+FEW_ROWS = 64
+"""Largest number of rows that have a program each; more share one by 16. Bits do not change."""
+
 WIDTH = 128
 """Channels of the shared expert that one program activates, at most."""
 
@@ -154,9 +157,9 @@ def launch(
     live_T: Array, layer: int | Array, top_k: int, scaling: float, normalise: bool, *,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """`select` by its kernel: 16 rows of routing, or of a chunk of channels, to a program."""
+    """`select` by its kernel: a program routes rows, or activates a chunk of their channels."""
     (_, t, num), inner = gate_STE.shape, shared.gate.shape[2]
-    width = min(inner & -inner, WIDTH)
+    width, rows = min(inner & -inner, WIDTH), 1 if t <= FEW_ROWS else DOT_ROWS
     if num & (num - 1) or num < 16 or width < 16 or top_k > 8:
         raise NotImplementedError(
             f"router: the kernel takes a power of two of at least 16 experts, at most 8 of them a"
@@ -178,15 +181,17 @@ def launch(
             normalise=normalise,
             limit=shared.limit,
             width=width,
+            rows=rows,
         ),
         name="router",
-        grid=(1 + inner // width, -(-t // DOT_ROWS)),
+        grid=(1 + inner // width, -(-t // rows)),
         out_shape=(
             of((t, top_k), jnp.int32),
             of((t, top_k), jnp.float32),
             of((t, inner), jnp.bfloat16),
         ),
-        num_warps=4,
+        # A row within one warp: choosing takes exchanges between its lanes only.
+        num_warps=1 if rows == 1 else 4,
         num_stages=1,
         interpret=interpret,
     )(*operands.values())
@@ -202,13 +207,13 @@ def _sum(ref: Any, at: tuple[Array, Array]) -> Array:
 
 def _kernel(
     *all_refs: Any, names: tuple[str, ...], top_k: int, scaling: float, normalise: bool,
-    limit: float | None, width: int,
+    limit: float | None, width: int, rows: int,
 ) -> None:  # fmt: skip
     refs = dict(zip(names, all_refs, strict=False))
     ids_ref, weights_ref, h_ref = all_refs[len(names) :]
     part, tile = pl.program_id(0), pl.program_id(1)
     count = refs["token"].shape[0]
-    number = tile * DOT_ROWS + jnp.arange(DOT_ROWS, dtype=jnp.int32)
+    number = tile * rows + jnp.arange(rows, dtype=jnp.int32)
     inside, row = number < count, jnp.minimum(number, count - 1)
 
     @pl.when(part == 0)

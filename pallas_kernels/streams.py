@@ -1,9 +1,11 @@
-"""Residual streams between two sublayers, in two kernels.
+"""Residual streams between two sublayers, in three kernels.
 
-`mix` writes the output of the last sublayer back to the streams and multiplies what comes out with
-the map weights of the next one; `read` makes the maps (Sinkhorn included), the next sublayer's
-input and its normalisation of it. Between them lies one number per map entry and chunk of channels:
-a row is too long for one program, and its square sum is needed before anything can be read.
+`mix` writes the output of the last sublayer back to the streams, and multiplies what comes out with
+the map weights of the next one (in a kernel of its own: a compiler gives whatever leads to a matrix
+product the product's layout, which takes too many registers). `read` makes the maps (Sinkhorn
+included), the next sublayer's input and its normalisation of it. Between them lies one number per
+map entry and chunk of channels: a row is too long for one program, and its square sum is needed
+before anything can be read.
 
 `hyper` is the definition. Here sums run over chunks of channels of one fixed size, in one fixed
 order, whatever the number of rows.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +31,14 @@ from pallas_kernels.dense import DOT_ROWS, addends
 from pallas_kernels.dot import dot_onto
 from pallas_kernels.ring import grid_index
 
-CHUNK = 32
-"""Channels of one program of `mix`; it decides the bits of the maps."""
+CHUNK = 256
+"""Channels of a stream that are summed up together, at most; it decides the bits of the maps."""
+
+MAP_COLUMNS = 64
+"""Columns of the map weights in one product."""
+
+MAP_DOTS = 4
+"""Products of 16 rows that one program of `mix` serves, at most."""
 
 COLUMNS = 32
 """Columns of a chunk in the result of `mix`: products with map weights, the square sum last."""
@@ -92,7 +101,7 @@ def mix(p: Pending, fn_LOC: Array, *, layer: int | Array, backend: Backend) -> t
     if backend == "reference":
         return _mix_reference(p, fn_LOC[layer])
     target = backend_lib.target(backend)
-    return launch_mix(p, fn_LOC, layer, interpret=target == "interpret")
+    return launch_mix(p, fn_LOC, layer, target)
 
 
 def _check_mix(p: Pending, fn_LOC: Array) -> None:
@@ -224,104 +233,120 @@ def _read_reference(
 
 
 def launch_mix(
-    p: Pending, fn_LOC: Array, layer: int | Array, *, interpret: bool
+    p: Pending, fn_LOC: Array, layer: int | Array, target: backend_lib.Target
 ) -> tuple[Array, Array]:
-    """`mix` by its kernel."""
+    """`mix` by its kernels: one writes, the next multiplies."""
     (t, n), wide = p.post_TN.shape, p.streams_TC.shape[1]
     dim = wide // n
-    if p.streams_TC.dtype != jnp.bfloat16 or dim % CHUNK:
+    size = min(dim & -dim, CHUNK)
+    if p.streams_TC.dtype != jnp.bfloat16 or size < 32:
         raise NotImplementedError(
-            f"streams: the kernel takes bfloat16 streams of a multiple of {CHUNK} channels, not"
+            f"streams: the kernel takes bfloat16 streams of a multiple of 32 channels, not"
             f" {p.streams_TC.dtype} of {dim}"
         )
-    operands = {
-        "layer": jnp.asarray(layer, jnp.int32).reshape(1), "streams": p.streams_TC,
-        "post": p.post_TN, "comb": p.comb_TNN.reshape(t, n * n), "fn": fn_LOC.astype(jnp.float32),
-    }  # fmt: skip
+    operands = {"streams": p.streams_TC, "post": p.post_TN, "comb": p.comb_TNN}
     operands |= {f"y{i}": a for i, a in enumerate(p.parts)}
     if p.ids_TP is not None:
         operands["ids"] = p.ids_TP
-    new, mixed = backend_lib.pallas(
+    new, squares = backend_lib.pallas(
         functools.partial(_mix_kernel, names=tuple(operands), n=n, dim=dim, parts=len(p.parts)),
         name="streams_mix",
-        grid=(dim // CHUNK, -(-t // DOT_ROWS)),
+        grid=(dim // size, t),
         out_shape=(
             jax.ShapeDtypeStruct(p.streams_TC.shape, p.streams_TC.dtype),
-            jax.ShapeDtypeStruct((t, dim // CHUNK * COLUMNS), jnp.float32),
+            jax.ShapeDtypeStruct((t, wide // size), jnp.float32),
         ),
-        num_warps=4,
+        num_warps=2 if size == CHUNK else 1,
         num_stages=1,
-        interpret=interpret,
-        aliases={1: 0},
+        interpret=target == "interpret",
     )(*operands.values())
+    # More products beside the three addends of the weights than two spill on RDNA 3.
+    dots = min(2 if target == "rocm" else MAP_DOTS, -(-t // DOT_ROWS))
+    mixed = backend_lib.pallas(
+        functools.partial(_maps_kernel, size=size, dots=dots),
+        name="streams_maps",
+        grid=(wide // size, -(-t // (DOT_ROWS * dots))),
+        out_shape=jax.ShapeDtypeStruct((t, wide // size * COLUMNS), jnp.float32),
+        num_warps=2,
+        num_stages=1 if target == "rocm" else 3,
+        interpret=target == "interpret",
+    )(jnp.asarray(layer, jnp.int32).reshape(1), new, squares, fn_LOC.astype(jnp.float32))
     return new, mixed
 
 
 def _mix_kernel(*refs: Any, names: tuple[str, ...], n: int, dim: int, parts: int) -> None:
+    """One row's chunk of channels, of all streams."""
     by_name = dict(zip(names, refs, strict=False))
-    new_ref, mixed_ref = refs[len(names) :]
-    chunk, tile = pl.program_id(0), pl.program_id(1)
-    count = by_name["streams"].shape[0]
-    number = tile * DOT_ROWS + jnp.arange(DOT_ROWS, dtype=jnp.int32)
-    live, row = number < count, jnp.minimum(number, count - 1)
-    layer = plgpu.load(by_name["layer"].at[jnp.int32(0)])
-    at = grid_index(row, chunk * CHUNK, CHUNK)
-    y = _pending(by_name, row, at, parts)
-    # One tile for all streams, summed over its first axis: a compiler for AMD gives everything that
-    # leads to a product without a reduction the product's layout, which takes too many registers.
-    wide = (n, DOT_ROWS, CHUNK)
-    j = lax.broadcasted_iota(jnp.int32, wide, 0)
-    rows3, columns3 = (jnp.broadcast_to(a[None], wide) for a in at)
-    old = plgpu.load(by_name["streams"].at[rows3, columns3 + j * dim]).astype(jnp.float32)
-    row_of = jnp.broadcast_to(row[None, :], (n, DOT_ROWS))
-    j_of = lax.broadcasted_iota(jnp.int32, (n, DOT_ROWS), 0)
-    fn = by_name["fn"]
-    entry = jnp.minimum(jnp.arange(COLUMNS, dtype=jnp.int32), fn.shape[1] - 1)
-    at_fn = grid_index(entry, chunk * CHUNK, CHUNK)
-    # Stored by the true number: emulation writes old values back where a mask is off.
-    to = grid_index(number, chunk * CHUNK, CHUNK)
-    mask = jnp.broadcast_to(live[:, None], (DOT_ROWS, CHUNK))
-
-    # All streams have been read: they may be written in place, one after the other.
-    def stream(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        acc, squares = carry
-        comb = plgpu.load(by_name["comb"].at[row_of, j_of * n + k])
-        total = jnp.sum(comb[:, :, None] * old, axis=0)
-        x = (total + _column(by_name["post"], row, k) * y).astype(jnp.bfloat16)
-        plgpu.store(new_ref.at[to[0], to[1] + k * dim], x, mask=mask)
-        for part in addends(plgpu.load(fn.at[layer, at_fn[0], at_fn[1] + k * dim])):
-            acc = dot_onto(acc, part, x)
-        return acc, squares + x.astype(jnp.float32) * x.astype(jnp.float32)
-
-    zeros = jnp.zeros((COLUMNS, DOT_ROWS), jnp.float32), jnp.zeros((DOT_ROWS, CHUNK), jnp.float32)
-    acc, squares = lax.fori_loop(jnp.int32(0), jnp.int32(n), stream, zeros)
-    last = lax.broadcasted_iota(jnp.int32, (DOT_ROWS, COLUMNS), 1) == COLUMNS - 1
-    mixed = jnp.where(last, jnp.sum(squares, axis=1)[:, None], acc.T)
-    mask = jnp.broadcast_to(live[:, None], mixed.shape)
-    plgpu.store(mixed_ref.at[grid_index(number, chunk * COLUMNS, COLUMNS)], mixed, mask=mask)
+    new_ref, squares_ref = refs[len(names) :]
+    chunk, row = pl.program_id(0), pl.program_id(1)
+    chunks = squares_ref.shape[1] // n
+    size = dim // chunks
+    at = [pl.ds(j * dim + chunk * size, size) for j in range(n)]
+    old = [plgpu.load(by_name["streams"].at[row, c]).astype(jnp.float32) for c in at]
+    y = _pending(by_name, row, pl.ds(chunk * size, size), parts)
+    for k in range(n):
+        number = jnp.int32(k)
+        total = plgpu.load(by_name["post"].at[row, number]) * y
+        for j in range(n):
+            total += plgpu.load(by_name["comb"].at[row, jnp.int32(j), number]) * old[j]
+        x = total.astype(jnp.bfloat16)
+        plgpu.store(new_ref.at[row, at[k]], x)
+        f = x.astype(jnp.float32)
+        plgpu.store(squares_ref.at[row, k * chunks + chunk], jnp.sum(f * f))
 
 
-def _column(ref: Any, row: Array, column: int | Array) -> Array:
-    """ref[row, column] as [rows, 1]."""
-    at = jnp.full(row.shape, column, jnp.int32)
-    return plgpu.load(ref.at[row, at])[:, None]
-
-
-def _pending(refs: dict[str, Any], row: Array, at: tuple[Array, Array], parts: int) -> Array:
-    """The sublayer's output, rounded to bfloat16: float32 [rows, CHUNK]."""
+def _pending(refs: dict[str, Any], row: Array, at: Any, parts: int) -> Array:
+    """The sublayer's output, rounded to bfloat16: float32 [size]."""
 
     def part(i: int, p: int) -> Array:
-        y: Array = plgpu.load(refs[f"y{i}"].at[jnp.int32(p), at[0], at[1]])
+        y: Array = plgpu.load(refs[f"y{i}"].at[jnp.int32(p), row, at])
         if i == 0 and "ids" in refs:  # a part that does not count was never written
-            y = jnp.where(_column(refs["ids"], row, p) >= 0, y, 0.0)
+            y = jnp.where(plgpu.load(refs["ids"].at[row, jnp.int32(p)]) >= 0, y, 0.0)
         return y
 
     groups = [
-        functools.reduce(jnp.add, (part(i, p) for p in range(refs[f"y{i}"].shape[0])))
+        functools.reduce(jnp.add, [part(i, p) for p in range(refs[f"y{i}"].shape[0])])
         for i in range(parts)
     ]
     total: Array = functools.reduce(jnp.add, groups)
     return total.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _maps_kernel(
+    layer_ref: Any, x_ref: Any, squares_ref: Any, fn_ref: Any, mixed_ref: Any, *,
+    size: int, dots: int,
+) -> None:  # fmt: skip
+    """Products of rows with a chunk of the map weights, and the chunk's square sum beside them."""
+    chunk, tile = pl.program_id(0), pl.program_id(1)
+    layer = plgpu.load(layer_ref.at[jnp.int32(0)])
+    count, width = x_ref.shape[0], min(size, MAP_COLUMNS)
+    entry = jnp.minimum(jnp.arange(COLUMNS, dtype=jnp.int32), fn_ref.shape[1] - 1)
+    numbers = [
+        (tile * dots + d) * DOT_ROWS + jnp.arange(DOT_ROWS, dtype=jnp.int32) for d in range(dots)
+    ]
+
+    def step(i: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
+        first = chunk * size + i * width
+        at = grid_index(entry, first, width)
+        weights = addends(plgpu.load(fn_ref.at[layer, at[0], at[1]]))
+        out = []
+        for number, acc in zip(numbers, accs, strict=True):
+            x = plgpu.load(x_ref.at[grid_index(jnp.minimum(number, count - 1), first, width)])
+            for part in weights:
+                acc = dot_onto(acc, part, x)
+            out.append(acc)
+        return tuple(out)
+
+    zeros = tuple(jnp.zeros((COLUMNS, DOT_ROWS), jnp.float32) for _ in numbers)
+    accs = lax.fori_loop(jnp.int32(0), jnp.int32(size // width), step, zeros)
+    last = lax.broadcasted_iota(jnp.int32, (DOT_ROWS, COLUMNS), 1) == COLUMNS - 1
+    for number, acc in zip(numbers, accs, strict=True):
+        row = jnp.minimum(number, count - 1)
+        squares = plgpu.load(squares_ref.at[row, jnp.full(row.shape, chunk, jnp.int32)])
+        mixed = jnp.where(last, squares[:, None], acc.T)
+        # Stored by the true number: emulation writes old values back where a mask is off.
+        mask = jnp.broadcast_to((number < count)[:, None], mixed.shape)
+        plgpu.store(mixed_ref.at[grid_index(number, chunk * COLUMNS, COLUMNS)], mixed, mask=mask)
 
 
 def launch_read(
@@ -352,9 +377,10 @@ def launch_read(
     out: tuple[Array, ...] = backend_lib.pallas(
         functools.partial(_read_kernel, sizes=sizes, dim=dim, width=width, head=head),
         name="streams_read_head" if head else "streams_read",
-        grid=(t,),
+        grid=(1 if head else 2, t),
         out_shape=shapes,
-        num_warps=8,
+        # All of them repeat Sinkhorn's iterations: more would wait for one another.
+        num_warps=4,
         num_stages=1,
         interpret=interpret,
     )(jnp.asarray(layer, jnp.int32).reshape(1), streams_TC, mixed, scale, base, weight_LD)
@@ -374,27 +400,49 @@ def _read_kernel(
     width: int,
     head: bool,
 ) -> None:
-    t, n = pl.program_id(0), sizes.n
+    # Read here: emulation knows program numbers at the top level only.
+    which, t = pl.program_id(0), pl.program_id(1)
     layer = plgpu.load(layer_ref.at[jnp.int32(0)])
+    total = functools.partial(_entries, mixed_ref, t)
+
+    @pl.when(which == 0)
+    def _() -> None:
+        _read_streams(
+            total, streams_ref, scale_ref, base_ref, weight_ref, out_refs[0], t, layer,
+            sizes=sizes, dim=dim, width=width, head=head,
+        )  # fmt: skip
+
+    if head:
+        return
+
+    # The maps of writing come from the same sums, and take as long: a program of their own.
+    @pl.when(which == 1)
+    def _() -> None:
+        _write_maps(total, scale_ref, base_ref, out_refs[1], out_refs[2], t, layer, sizes, dim)
+
+
+def _entries(mixed_ref: Any, t: Array, entry: Array) -> Array:
+    """Entries of the maps, summed over chunks: float32, shape of `entry`."""
     chunks = mixed_ref.shape[1] // COLUMNS
     chunk = jnp.arange(1 << (chunks - 1).bit_length(), dtype=jnp.int32)
+    wide = chunk.reshape(-1, *(1,) * entry.ndim)
+    at = jnp.minimum(wide, chunks - 1) * COLUMNS + entry[None]
+    got = plgpu.load(mixed_ref.at[t, at])
+    return jnp.sum(jnp.where(wide < chunks, got, 0.0), axis=0)
 
-    def total(entry: Array) -> Array:
-        """Entries of the maps, summed over chunks: float32, shape of `entry`."""
-        wide = chunk.reshape(-1, *(1,) * entry.ndim)
-        at = jnp.minimum(wide, chunks - 1) * COLUMNS + entry[None]
-        got = plgpu.load(mixed_ref.at[t, at])
-        return jnp.sum(jnp.where(wide < chunks, got, 0.0), axis=0)
 
+def _read_streams(
+    total: Callable[[Array], Array], streams_ref: Any, scale_ref: Any, base_ref: Any,
+    weight_ref: Any, out_ref: Any, t: Array, layer: Array, *, sizes: Sizes, dim: int, width: int,
+    head: bool,
+) -> None:  # fmt: skip
+    n = sizes.n
     entry = jnp.arange(n, dtype=jnp.int32)
     squares = total(jnp.full((n,), COLUMNS - 1, jnp.int32))
     scale = lax.rsqrt(squares / (n * dim) + sizes.rms_eps)
-
-    def logits(entry: Array, i: int, scale: Array) -> Array:
-        base = plgpu.load(base_ref.at[layer, entry])
-        return total(entry) * scale * plgpu.load(scale_ref.at[layer, jnp.int32(i)]) + base
-
-    pre = jax.nn.sigmoid(logits(entry, 0, scale)) + sizes.hc_eps
+    base = plgpu.load(base_ref.at[layer, entry])
+    logits = total(entry) * scale * plgpu.load(scale_ref.at[layer, jnp.int32(0)]) + base
+    pre = jax.nn.sigmoid(logits) + sizes.hc_eps
     weights = [jnp.sum(jnp.where(entry == j, pre, 0.0)) for j in range(n)]
     starts = range(0, dim, width)
     parts = []
@@ -411,26 +459,56 @@ def _read_kernel(
         high = y.astype(jnp.bfloat16)
         if head:
             low = (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
-            plgpu.store(out_refs[0].at[jnp.int32(0), t, pl.ds(c, width)], low)
-            plgpu.store(out_refs[0].at[jnp.int32(1), t, pl.ds(c, width)], high)
+            plgpu.store(out_ref.at[jnp.int32(0), t, pl.ds(c, width)], low)
+            plgpu.store(out_ref.at[jnp.int32(1), t, pl.ds(c, width)], high)
         else:
-            plgpu.store(out_refs[0].at[t, pl.ds(c, width)], high)
-    if head:
-        return
-    plgpu.store(out_refs[1].at[t, entry], 2.0 * jax.nn.sigmoid(logits(n + entry, 1, scale)))
-    source = lax.broadcasted_iota(jnp.int32, (n, n), 0)
-    to = lax.broadcasted_iota(jnp.int32, (n, n), 1)
-    comb = _sinkhorn(logits(2 * n + n * source + to, 2, scale[None, :]), sizes)
-    plgpu.store(out_refs[2].at[t, source, to], comb)
+            plgpu.store(out_ref.at[t, pl.ds(c, width)], high)
 
 
-def _sinkhorn(a: Array, sizes: Sizes) -> Array:
-    """`hyper.sinkhorn` of one row, [n, n]."""
+def _write_maps(
+    total: Callable[[Array], Array], scale_ref: Any, base_ref: Any, post_ref: Any, comb_ref: Any,
+    t: Array, layer: Array, sizes: Sizes, dim: int,
+) -> None:  # fmt: skip
+    n, count = sizes.n, (2 + sizes.n) * sizes.n
+    entry = jnp.arange(COLUMNS, dtype=jnp.int32)
+    got = total(entry)
+    squares = jnp.sum(jnp.where(entry == COLUMNS - 1, got, 0.0))
+    own, others = (plgpu.load(scale_ref.at[layer, jnp.int32(i)]) for i in (1, 2))
+    base = plgpu.load(base_ref.at[layer, jnp.minimum(entry, count - 1)])
+    scale = lax.rsqrt(squares / (n * dim) + sizes.rms_eps)
+    logits = got * scale * jnp.where(entry < 2 * n, own, others) + base
+    stream = jnp.arange(n, dtype=jnp.int32)
+    mine = entry[None, :] == n + stream[:, None]
+    post = jnp.sum(jnp.where(mine, logits[None, :], 0.0), axis=1)
+    plgpu.store(post_ref.at[t, stream], 2.0 * jax.nn.sigmoid(post))
+    # Numbers instead of a small array: every step would cost exchanges between lanes.
+    numbers = [
+        [jnp.sum(jnp.where(entry == 2 * n + n * i + j, logits, 0.0)) for j in range(n)]
+        for i in range(n)
+    ]
+    for i, row in enumerate(_sinkhorn(numbers, sizes)):
+        for j, c in enumerate(row):
+            plgpu.store(comb_ref.at[t, jnp.int32(i), jnp.int32(j)], c)
+
+
+def _sinkhorn(a: list[list[Array]], sizes: Sizes) -> list[list[Array]]:
+    """`hyper.sinkhorn` of one row, [n][n] numbers."""
     eps = sizes.hc_eps
+    turned = lambda c: [list(x) for x in zip(*c, strict=True)]  # noqa: E731
 
-    def over(c: Array, axis: int) -> Array:
-        return c / (jnp.sum(c, axis=axis, keepdims=True) + eps)
+    def over_rows(c: list[list[Array]]) -> list[list[Array]]:
+        share = [1.0 / (functools.reduce(jnp.add, row) + eps) for row in c]
+        return [[x * s for x in row] for row, s in zip(c, share, strict=True)]
 
-    e = jnp.exp(a - jnp.max(a, axis=1, keepdims=True))
-    c = over(e / jnp.sum(e, axis=1, keepdims=True) + eps, 0)
-    return lax.fori_loop(0, sizes.iters - 1, lambda _, c: over(over(c, 1), 0), c)
+    def over_columns(c: list[list[Array]]) -> list[list[Array]]:
+        return turned(over_rows(turned(c)))
+
+    c = []
+    for row in a:
+        e = [jnp.exp(x - functools.reduce(jnp.maximum, row)) for x in row]
+        share = 1.0 / functools.reduce(jnp.add, e)
+        c.append([x * share + eps for x in e])
+    done: list[list[Array]] = lax.fori_loop(
+        0, sizes.iters - 1, lambda _, c: over_columns(over_rows(c)), over_columns(c)
+    )
+    return done

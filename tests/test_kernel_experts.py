@@ -146,8 +146,10 @@ def test_groups_hold_every_live_pair_once() -> None:
     ids[3] = -1
     num, first = 5, 2
     sorted_ = experts.group(jnp.asarray(ids), first, num, 16)
-    planned = experts._plan(jnp.asarray(ids), jnp.int32(first), num, "interpret")
-    live = np.flatnonzero((ids.reshape(-1) >= first) & (ids.reshape(-1) < first + num))
+    planned, local = experts._plan(jnp.asarray(ids), jnp.int32(first), num, "interpret")
+    held = (ids >= first) & (ids < first + num)
+    np.testing.assert_array_equal(local, np.where(held, ids - first, -1))
+    live = np.flatnonzero(held.reshape(-1))
     for groups in (sorted_, planned):
         used = int(groups.used)
         pairs = np.asarray(groups.pair)[:used]
