@@ -71,26 +71,55 @@ def device_seconds(
     def run(*args: Any) -> list[Any]:
         return [one(jnp.int32(i), *args) for i in range(count)]
 
+    return durations(run, args)
+
+
+def looped(call: Callable[..., Any], args: tuple[Any, ...], count: int) -> Callable[..., Any]:
+    """A compiled program of all `call(i, *args)`, i < count, in a loop: little to compile.
+
+    What collects the results adds kernels of its own.
+    """
+
+    def run(*args: Any) -> Any:
+        return jax.lax.map(lambda i: call(i, *args), jnp.arange(count, dtype=jnp.int32))
+
+    compiled: Callable[..., Any] = jax.jit(run).lower(*args).compile()
+    return compiled
+
+
+def durations(run: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, list[float]]:
+    """Durations of every kernel of `run(*args)` by name, after two runs that do not count.
+
+    Raises: RuntimeError if the profiler saw no kernel.
+    """
     for _ in range(2):
         jax.block_until_ready(run(*args))
+    found: dict[str, list[float]] = {}
+    for name, seconds in events(lambda: jax.block_until_ready(run(*args))):
+        found.setdefault(name, []).append(seconds)
+    return found
+
+
+def events(work: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Name and seconds of every kernel that `work` runs, in the order of their starts.
+
+    Raises: RuntimeError if the profiler saw no kernel.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready(run(*args))
+            work()
         [path] = Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        found: dict[str, list[float]] = {}
-        for plane in planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    found.setdefault(event.name, []).append(event.duration_ns * 1e-9)
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        found = sorted(
+            (event.start_ns, event.name, event.duration_ns * 1e-9)
+            for plane in planes if plane.name.startswith("/device:GPU")
+            for line in plane.lines if line.name.startswith("Stream")
+            for event in line.events
+        )  # fmt: skip
     if not found:
         seen = [(p.name, [line.name for line in p.lines]) for p in planes]
         raise RuntimeError(f"the profiler recorded no kernel on a GPU stream; it has {seen}")
-    return found
+    return [(name, seconds) for _, name, seconds in found]
 
 
 def chain_seconds(call: Callable[..., Any], args: tuple[Any, ...], count: int) -> float:
