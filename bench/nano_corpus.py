@@ -14,6 +14,7 @@ import json
 import random
 import sysconfig
 import textwrap
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,10 @@ from ds4jax.tokenizer import MARKER_SPELLINGS, OFFICIAL_IDS, Piece, Tokenizer, p
 PROFILE: Any = "v4-0731"
 U16 = npt.NDArray[np.uint16]
 
+VOCAB = 3072
+CONVERSATIONS = 190_000
+"""Sizes of the corpus that the model in the package was trained on."""
+
 QUIET = 1 << 15
 """Bit of a stored id: the token is context (a question, a prompt), not to be learnt by heart."""
 
@@ -39,6 +44,10 @@ SKIPPED = frozenset((
     "pydoc_data", "__phello__", "lib2to3", "distutils", "idlelib", "turtledemo",
 ))  # fmt: skip
 """Folders left out: not everywhere installed, gone in newer versions, or tables instead of text."""
+
+
+BUNDLED = "ensurepip/_bundled/"
+"""Where the standard library keeps the wheels (pip) that it installs; some systems leave it out."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +59,15 @@ class Source:
 
     @property
     def held_out(self) -> bool:
-        """Whether it is for judging only: about one file in twenty."""
-        return hashlib.sha256(self.path.encode()).digest()[0] < 13
+        """Whether it is for judging only: about one file of the library itself in twenty."""
+        return (
+            not self.path.startswith(BUNDLED)
+            and hashlib.sha256(self.path.encode()).digest()[0] < 13
+        )
 
 
 def sources() -> list[Source]:
-    """Python files of the standard library and pydoc's topics, in a fixed order."""
+    """Python files of the standard library and its wheels, pydoc's topics; in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     out = []
     for path in sorted(root.rglob("*.py")):
@@ -65,6 +77,12 @@ def sources() -> list[Source]:
         text = path.read_text(encoding="utf-8", errors="ignore")
         if 200 <= len(text) <= 400_000:
             out.append(Source("/".join(parts), text))
+    for path in sorted((root / BUNDLED).glob("*.whl")):
+        with zipfile.ZipFile(path) as wheel:
+            for name in sorted(wheel.namelist()):
+                text = wheel.read(name).decode(errors="ignore") if name.endswith(".py") else ""
+                if 200 <= len(text) <= 100_000 and max(map(len, text.splitlines())) < 200:
+                    out.append(Source(f"{BUNDLED}{path.name}/{name}", text))
     from pydoc_data import topics
 
     for name, text in sorted(topics.topics.items()):
@@ -310,8 +328,8 @@ def main() -> None:
     """Build the corpus and say what is in it."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m bench.nano_corpus")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--vocab", type=int, default=3072)
-    parser.add_argument("--conversations", type=int, default=120_000)
+    parser.add_argument("--vocab", type=int, default=VOCAB)
+    parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     parser.add_argument("--tokenizer", type=Path, help="folder of a corpus whose tokenizer to keep")
     parser.add_argument(
         "--shares", nargs="+", metavar="TASK=SHARE", help="other shares of the training tasks"

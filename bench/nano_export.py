@@ -31,8 +31,8 @@ OUT = Path(__file__).parent.parent / "ds4jax" / "models" / "nano.gguf"
 GENERAL: dict[str, Any] = {
     "general.version": "0731",  # the prompt format it was trained on
     "general.description": (
-        "A DeepSeek-V4 of 7 million parameters, trained from scratch on Python's standard library"
-        " and generated chat turns. For demonstrations and tests."
+        "A DeepSeek-V4 of 7 million parameters, trained from scratch on Python's standard library,"
+        " the wheels in it (pip) and generated chat turns. For demonstrations and tests."
     ),
     "general.license": "apache-2.0",
     "general.tags": ["text-generation", "python"],

@@ -254,6 +254,22 @@ def _returns(rng: random.Random) -> Task:
     )  # fmt: skip
 
 
+def _lookup(rng: random.Random) -> Task:
+    """A value out of a table that is longer than the window as often as not."""
+    keys = rng.sample(_WORDS + _CITIES, rng.randint(3, 60))
+    values = {k: rng.randrange(100) for k in keys}
+    asked = rng.choice(keys)
+    if rng.random() < 0.5:
+        table = "\n".join(f"{k}: {v}" for k, v in values.items())
+        text = f"{table}\n\nWhat does {asked} cost?"
+        say = f"{asked} costs {values[asked]}"
+    else:
+        table = "\n".join(f'    "{k}": {v},' for k, v in values.items())
+        text = f'd = {{\n{table}\n}}\n\nWhat is d["{asked}"]?'
+        say = f'd["{asked}"] = {values[asked]}'
+    return Task(kind="lookup", question=text, answer=say, reasoning=f"I look for {asked}.")
+
+
 def _tool(name: str, description: str, **parameters: str) -> Tool:
     return Tool.from_function({
         "name": name,
@@ -369,17 +385,18 @@ def _write(rng: random.Random) -> Task:
 
 
 TASKS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
-    "sum": (0.22, _add),
-    "difference": (0.08, _subtract),
+    "sum": (0.15, _add),
+    "difference": (0.11, _subtract),
     "product": (0.06, _multiply),
-    "sort": (0.14, _sort),
-    "reverse": (0.05, _reverse),
-    "extreme": (0.06, _extreme),
-    "count": (0.04, _count),
-    "returns": (0.21, _returns),
-    "tool": (0.05, _call),
-    "talk": (0.04, _talk),
-    "write": (0.05, _write),
+    "sort": (0.13, _sort),
+    "reverse": (0.04, _reverse),
+    "extreme": (0.05, _extreme),
+    "count": (0.03, _count),
+    "returns": (0.19, _returns),
+    "lookup": (0.08, _lookup),
+    "tool": (0.10, _call),
+    "talk": (0.03, _talk),
+    "write": (0.03, _write),
 }
 """Share of the training conversations and generator of every task."""
 

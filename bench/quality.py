@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array
 
-from bench import imatrix, nano_corpus, nano_model, plot
-from ds4jax import model, model_file, params, quant, quantize, sequence, tensors
+from bench import imatrix, nano_corpus, nano_model, nano_tasks, plot
+from ds4jax import chat, model, model_file, params, quant, quantize, sequence, tensors
 from ds4jax.config import ModelConfig, RuntimeConfig
 from ds4jax.convert_types import class_of
 from ds4jax.formats import FORMATS
@@ -176,9 +177,8 @@ def table(
                 )  # fmt: skip
 
 
-def indexer_scores(judge: Judge) -> dict[str, Score]:
-    """The model with other choices of compressed rows than its indexer's."""
-    cfg = judge.cfg
+def _choices(cfg: ModelConfig, rows: int) -> dict[str, tuple[ModelConfig, Any]]:
+    """Ways to choose compressed rows: the configuration, and what stands in for the scores."""
 
     def random(q: Array, weight: Array, keys: Array) -> Array:
         shape = (q.shape[0], q.shape[1], keys.shape[1])
@@ -188,18 +188,104 @@ def indexer_scores(judge: Judge) -> dict[str, Score]:
         number = jnp.arange(keys.shape[1], dtype=jnp.float32)
         return jnp.broadcast_to(number, (q.shape[0], q.shape[1], keys.shape[1]))
 
-    out = {"indexer": judge.score({})}
-    everything = replace(cfg, index_topk=judge.rows.shape[1])
-    out["all rows"] = judge.score({}, jax.jit(partial(_logits, cfg=everything)))
-    for name, scores in (("random rows", random), ("newest rows", newest)):
+    own = sequence.index_scores
+    return {
+        "indexer": (cfg, own), "all rows": (replace(cfg, index_topk=rows), own),
+        "random rows": (cfg, random), "newest rows": (cfg, newest),
+    }  # fmt: skip
+
+
+def indexer_scores(judge: Judge) -> dict[str, Score]:
+    """The model with other choices of compressed rows than its indexer's."""
+    out = {}
+    for name, (cfg, scores) in _choices(judge.cfg, judge.rows.shape[1]).items():
         with mock.patch.object(sequence, "index_scores", scores):
             out[name] = judge.score({}, jax.jit(partial(_logits, cfg=cfg)))
     return out
 
 
+@dataclass(frozen=True)
+class TableScore:
+    """Answers to questions about long tables.
+
+    Attributes:
+      loss: nats per token of the right answer. right: share of answers that greedy decoding gives.
+      worse: mean over its standard error of each question's loss less the indexer's.
+    """
+
+    loss: float
+    right: float
+    worse: float = 0.0
+
+
+LINES = 35
+"""Lines that a long table has, at least: more than twice what the window holds."""
+
+
+def long_tables(tok: Tokenizer, count: int, length: int) -> tuple[Any, Any]:
+    """Held-out questions about long tables: ids int32 [N, length + 1], answer targets [N, length].
+
+    Shorter ones are filled up with token 0 behind their end.
+    """
+    rng, encoder = random.Random(11), nano_corpus.Encoder(tok)
+    ids, answers = [], []
+    for task in nano_tasks.stream(rng.randrange(1 << 30), held_out=True, name="lookup"):
+        if task.question.count("\n") < LINES:
+            continue
+        pieces = chat.render(task.request(thinking=False), nano_corpus.PROFILE).pieces
+        prompt = encoder.pieces(pieces)
+        whole = prompt + encoder.pieces(nano_corpus.answer_pieces(task, False))
+        if len(whole) > length + 1:
+            continue
+        ids.append(whole + [0] * (length + 1 - len(whole)))
+        answers.append([len(prompt) - 1 <= i < len(whole) - 1 for i in range(length)])
+        if len(ids) == count:
+            break
+    return np.array(ids, np.int32), np.array(answers)
+
+
+def table_scores(
+    cfg: ModelConfig, weights: Arrays, tok: Tokenizer, *, count: int = 120, length: int = 704
+) -> dict[str, TableScore]:
+    """What the choice of compressed rows is worth where the answer lies beyond the window."""
+    ids, answer = long_tables(tok, count, length)
+    device = {k: jnp.asarray(v) for k, v in weights.items()}
+    out: dict[str, TableScore] = {}
+    base = np.zeros(0)
+    for name, (changed, scores) in _choices(cfg, length).items():
+        with mock.patch.object(sequence, "index_scores", scores):
+            run = jax.jit(partial(_answers, cfg=changed))
+            parts = [
+                run(device, ids[i : i + 8, :-1], ids[i : i + 8, 1:], answer[i : i + 8])
+                for i in range(0, count, 8)
+            ]
+        loss, right = (np.concatenate([np.asarray(p[j]) for p in parts]) for j in (0, 1))
+        base = loss if name == "indexer" else base
+        more = loss - base
+        error = float(np.std(more, ddof=1)) / count**0.5
+        out[name] = TableScore(
+            loss=float(loss.mean()), right=float(right.mean()),
+            worse=float(more.mean()) / error if error else 0.0,
+        )  # fmt: skip
+    return out
+
+
+def _answers(
+    weights: dict[str, Array], token_BT: Array, target_BT: Array, answer_BT: Array, *,
+    cfg: ModelConfig,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Of every row: mean loss of the answer's tokens, and whether all of them are the likeliest."""
+    p = jax.nn.log_softmax(_logits(weights, token_BT, cfg=cfg))
+    loss = -jnp.take_along_axis(p, target_BT[:, :, None], axis=-1)[:, :, 0]
+    mine = jnp.where(answer_BT, loss, 0.0)
+    right = jnp.all((jnp.argmax(p, axis=-1) == target_BT) | ~answer_BT, axis=-1)
+    return jnp.sum(mine, axis=-1) / jnp.sum(answer_BT, axis=-1, dtype=jnp.float32), right
+
+
 def markdown(
-    rows: Sequence[Row], choices: dict[str, Score], base: Score, judge: Judge, source: str
-) -> str:
+    rows: Sequence[Row], choices: dict[str, Score], tables: dict[str, TableScore], base: Score,
+    judge: Judge, source: str,
+) -> str:  # fmt: skip
     """The page that goes into the documentation."""
     count = judge.rows[:, 1:].size
     lines = [
@@ -238,8 +324,17 @@ def markdown(
     top_k, window = judge.cfg.index_topk, judge.cfg.sliding_window
     lines += [
         "",
-        f"Each choice but the second takes {top_k} rows; the window holds {window} tokens.",
-    ]
+        f"Each choice but the second takes {top_k} rows; the window holds {window} tokens.", "",
+        f"Held-out questions for one value of a table of {LINES} lines or more; *error* is the"
+        " difference from the indexer's loss over its standard error:", "",
+        "| compressed rows of ratio 4 | nats per token of the answer | change | error | right |",
+        "|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for name, t in tables.items():
+        change = (t.loss / tables["indexer"].loss - 1) * 100
+        lines.append(
+            f"| {name} | {t.loss:.4f} | {change:+.1f} % | {t.worse:+.1f} | {t.right * 100:.0f} % |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -278,8 +373,10 @@ def main() -> None:
     tree = nano_model.as_params(cfg, judge.device, args.length, plain)
     importance = imatrix.gather(tree, cfg, training[:, :-1])
     choices = indexer_scores(judge)
+    tables = table_scores(cfg, weights, tok)
     for name, s in choices.items():
-        print(f"{name:12} {s.bits_per_byte:.4f}")
+        t = tables[name]
+        print(f"{name:12} {s.bits_per_byte:.4f} bits/byte, long tables {t.loss:.4f} nats")
     rows = []
     for row in table(judge, weights, importance, args.classes, args.formats):
         rows.append(row)
@@ -290,10 +387,13 @@ def main() -> None:
         )  # fmt: skip
     if args.json:
         report = {"float": asdict(base), "rows": [asdict(r) for r in rows],
-                  "indexer": {k: asdict(v) for k, v in choices.items()}}  # fmt: skip
+                  "indexer": {k: asdict(v) for k, v in choices.items()},
+                  "tables": {k: asdict(v) for k, v in tables.items()}}  # fmt: skip
         args.json.write_text(json.dumps(report, indent=1))
     if args.markdown:
-        args.markdown.write_text(markdown(rows, choices, base, judge, Path(args.model).name))
+        args.markdown.write_text(
+            markdown(rows, choices, tables, base, judge, Path(args.model).name)
+        )
     if args.plot:
         args.plot.write_text(chart(rows, base))
 

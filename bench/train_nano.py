@@ -48,21 +48,21 @@ QUIET = 1 << 15  # as in bench.nano_corpus, which needs packages that training d
 class Recipe:
     """Everything that decides the result, besides model and corpus."""
 
-    steps: int = 4000
-    batch: int = 64  # sequences
-    length: int = 1024  # tokens of one
+    steps: int = 12_500
+    batch: int = 16  # sequences
+    length: int = 768  # tokens of one
     learning_rate: float = 3e-3
-    warmup: int = 100
+    warmup: int = 200
     weight_decay: float = 0.1
     clip: float = 1.0
     quiet_weight: float = 0.1  # loss weight of prompt tokens
-    noise: float = 0.05  # share of text tokens replaced in the input
+    noise: float = 0.08  # share of text tokens replaced in the input
     index_weight: float = 0.3
     balance_rate: float = 2e-3
-    mix: tuple[float, float, float] = (0.35, 0.2, 0.45)  # text, snippets, chat
+    mix: tuple[float, float, float] = (0.3, 0.15, 0.55)  # text, snippets, chat
     seed: int = 0
     dtype: str = "bfloat16"
-    remat: bool = True
+    remat: bool = False
 
 
 @struct.dataclass
@@ -412,7 +412,7 @@ def train(
     recipe: Recipe,
     *,
     per_call: int = 20,
-    evaluate_every: int = 500,
+    evaluate_every: int = 1000,
     checkpoint: Path | None = None,
     checkpoint_every: int = 1000,
     stop_after: int | None = None,
@@ -471,6 +471,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--batch", type=int, default=Recipe.batch)
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
+    parser.add_argument("--warmup", type=int, help="steps (default: 200, at most a tenth)")
     parser.add_argument("--dtype", default=Recipe.dtype, choices=("bfloat16", "float32"))
     parser.add_argument("--length", type=int, default=Recipe.length, help="tokens of a sequence")
     parser.add_argument(
@@ -478,7 +479,9 @@ def main() -> None:
     )
     parser.add_argument("--noise", type=float, default=Recipe.noise, help="share of wrong inputs")
     parser.add_argument("--init", type=Path, help="folder of trained weights to go on from")
-    parser.add_argument("--keep", action="store_true", help="keep activations (no remat)")
+    parser.add_argument(
+        "--remat", action="store_true", help="compute activations again: less memory, slower"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-call", type=int, default=20)
     parser.add_argument("--checkpoint", type=Path, help="resume from and write to this file")
@@ -490,12 +493,15 @@ def main() -> None:
     if not (folder / "corpus.npz").exists():
         from bench import nano_corpus
 
-        print("building the corpus (about two minutes)")
-        nano_corpus.build(vocab_size=3072, conversations=100_000).save(folder)
+        print("building the corpus (about three minutes)")
+        nano_corpus.build(
+            vocab_size=nano_corpus.VOCAB, conversations=nano_corpus.CONVERSATIONS
+        ).save(folder)
     recipe = replace(
         Recipe(), steps=args.steps, batch=args.batch, learning_rate=args.learning_rate,
         dtype=args.dtype, seed=args.seed, length=args.length, mix=tuple(args.mix),
-        remat=not args.keep, noise=args.noise, warmup=max(1, min(100, args.steps // 10)),
+        remat=args.remat, noise=args.noise,
+        warmup=args.warmup or max(1, min(Recipe.warmup, args.steps // 10)),
     )  # fmt: skip
     log = args.out / "log.jsonl"
     if args.checkpoint is None or not args.checkpoint.exists():

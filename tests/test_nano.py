@@ -7,6 +7,7 @@ import functools
 import json
 import lzma
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import ds4jax
-from bench import nano_corpus, nano_tasks
+from bench import nano_corpus, nano_tasks, quality
 from bench.quality import read_tokenizer
 from ds4jax import chat, convert, convert_hf, model_file, tensors
 from ds4jax.chat_request import ChatRequest, Message
@@ -116,7 +117,20 @@ def test_it_adds_and_stops_with_thinking_apart() -> None:
 def test_it_calls_the_tool_it_is_offered() -> None:
     said = answer("What is the weather in Paris?", thinking=False, tools=(nano_tasks.WEATHER,))
     (call,) = said.tool_calls
-    assert call.name == "get_weather" and list(json.loads(call.arguments)) == ["city"]
+    assert call.name == "get_weather" and json.loads(call.arguments) == {"city": "Paris"}
+
+
+def test_it_finds_a_value_beyond_its_window() -> None:
+    rng = random.Random(5)
+    task = next(
+        t for t in (nano_tasks.draw(rng, held_out=True, name="lookup") for _ in range(200))
+        if t.question.count("\n") > 40
+    )  # fmt: skip
+    tok = nano()[1]
+    assert len(tok.encode(task.question, markers=False)) > 2 * nano()[2].sliding_window
+    said = answer(task.question, thinking=False).content
+    # The form of the answer is sure; whether the number is right is a rate (docs/nano.md).
+    assert said.rsplit(" ", 1)[0] == task.answer.rsplit(" ", 1)[0]
 
 
 def test_it_predicts_python_better_than_xz() -> None:
@@ -155,7 +169,25 @@ def test_held_out_questions_are_answered() -> None:
 
     _, tok, cfg, params = nano()
     rates = nano_chat.rates(nano_chat.ask(params, cfg, tok, nano_chat.questions(20)))
-    assert len(rates) == 10
-    well = ("sum", "product", "sort", "reverse", "extreme", "count", "returns")
-    assert np.mean([rates[kind]["thinking"] for kind in well]) > 0.7, rates
-    assert min(rates[kind]["thinking"] for kind in ("sum", "product", "reverse", "count")) > 0.75
+    assert len(rates) == 11
+    right = {kind: (r["direct"] + r["thinking"]) / 2 for kind, r in rates.items()}
+    assert min(right.values()) > 0.5, right
+    assert np.mean(list(right.values())) > 0.85, right
+
+
+def test_answers_of_long_tables_are_marked() -> None:
+    tok = nano()[1]
+    ids, answer = quality.long_tables(tok, 3, 704)
+    for row, marks in zip(ids, answer, strict=True):
+        said = tok.decode([int(i) for i in row[1:][marks] if i != tok.markers.eos])
+        question = tok.decode(row[: int(np.flatnonzero(marks)[0]) + 1].tolist())
+        assert question.count("\n") >= quality.LINES and said.split()[-1] in question, said
+
+
+@pytest.mark.slow
+def test_the_indexer_matters_where_the_answer_is_far() -> None:
+    source, tok, cfg, _ = nano()
+    scores = quality.table_scores(cfg, quality.read_weights(source), tok, count=64)
+    own, every = scores["indexer"], scores["all rows"]
+    assert abs(every.loss / own.loss - 1) < 0.02, scores
+    assert scores["random rows"].loss > 1.05 * own.loss and scores["random rows"].worse > 3, scores
