@@ -28,8 +28,8 @@ from ds4jax.model_file import Draft, ModelFile
 from ds4jax.params import Params
 from ds4jax.stored import Packed, StoredTensor
 from ds4jax.tensors import TensorSpec
-from pallas_kernels import decode, packing
 from pallas_kernels import formats as device_formats
+from pallas_kernels import packing
 from pallas_kernels.packing import QuantArray
 
 PIECE_BYTES = 32 << 20
@@ -417,21 +417,7 @@ def _row_start(field: str, part: QuantArray, first: Any) -> Any:
 
 
 def _check_kernels(specs: list[TensorSpec], forms: Mapping[str, Form]) -> None:
-    """There must be kernels for all formats, and gate and up of a layer's experts must be alike."""
-    lacking: dict[tuple[str, str], list[str]] = {}
-    for spec in specs:
-        format = forms[spec.name].format
-        if format is not None and format not in decode.DECODABLE and spec.key != "embed":
-            op = "experts" if spec.key.startswith("ffn.experts.") else "dense"
-            lacking.setdefault((op, format), []).append(spec.name)
-    if lacking:
-        text = "; ".join(
-            f"{op}: no kernel for {format} weights ({names[0]} and {len(names) - 1} more)"
-            for (op, format), names in lacking.items()
-        )
-        raise NotImplementedError(
-            f"{text}; there is one for {', '.join(sorted(decode.DECODABLE))} and plain floats"
-        )
+    """Gate and up of a layer's experts must be alike (every packed format has kernels)."""
     kinds: dict[int | None, set[str]] = {}
     for spec in specs:
         if spec.key in params.JOINED:

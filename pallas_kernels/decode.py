@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend, formats
@@ -38,7 +39,10 @@ class Raw:
     """What is loaded for [rows, block] weights, before any arithmetic.
 
     Attributes:
-      words: per set, per word group: int32 [rows, sub / 2].
+      words: per set, per word group: int32 [rows, sub / 2]. Of iq2_xxs one set: the entries of
+        `tables` for both units of eight weights in half a sub-block, and the sign words; int32
+        [rows, 8], a column is a sub-block.
+      half: int32 scalar; which half of the sub-blocks of iq2_xxs.
       scales, mins, supers: int32 words [rows], in order of their groups.
       tile: float32 [rows], scale of 128 x 128 tiles.
       books: float32 levels [2][levels] of the mix formats.
@@ -50,6 +54,7 @@ class Raw:
     supers: tuple[Array, ...] = ()
     tile: Array | None = None
     books: tuple[tuple[Array, ...], ...] = ()
+    half: Array = 0
 
 
 def tile_width(target: Target) -> int:
@@ -68,6 +73,54 @@ def shift(fmt: Format) -> int:
     )
 
 
+def columns(fmt: Format, target: Target) -> Array | None:
+    """Where weights of a tile are, counted from its first, int32 [tile_width]; None: in a row.
+
+    Tiles of iq2_xxs take the same part of each of eight sub-blocks, because the words of these are
+    decoded side by side. Their order, 0 4 2 6 1 5 3 7, suits matrix instructions that take eight
+    neighbours from a lane: it leaves a lane words that follow one another in memory.
+    """
+    if fmt.layout:
+        return None
+    number = jnp.arange(tile_width(target), dtype=jnp.int32)
+    run = tile_step(fmt, target)
+    div, rem, two = jax.lax.div, jax.lax.rem, jnp.int32(2)
+    turn = div(number, jnp.int32(run))
+    turned = 4 * rem(turn, two) + 2 * rem(div(turn, two), two) + div(turn, jnp.int32(4))
+    return turned * fmt.sub + rem(number, jnp.int32(run))
+
+
+def tile_step(fmt: Format, target: Target) -> int:
+    """Weights of a tile that are neighbours."""
+    width = tile_width(target)
+    return width if fmt.layout else width // 8
+
+
+def tile_start(fmt: Format, target: Target, block: Array, tile: int) -> Array:
+    """Column of the first weight of a block's tile."""
+    at = tile_step(fmt, target) * tile
+    if fmt.layout:
+        return block * fmt.block + at
+    two = jnp.int32(2)
+    half = jax.lax.rem(block, two)
+    return jax.lax.div(block, two) * (2 * fmt.block) + half * (fmt.sub // 2) + at
+
+
+def tables(format: str) -> dict[str, npt.NDArray[np.int32]]:
+    """What kernels look up to decode a format, by name.
+
+    The entry of an iq2_xxs table row has the even weights in its low half and the odd ones in the
+    high half: of pair p bit p where the magnitude is 25, bit 4 + p where it is 43.
+    """
+    if format != "iq2_xxs":
+        return {}
+    step = 2 * np.arange(8, dtype=np.int32)
+    code = formats.IQ2_GRID[:, None] >> step & 3
+    at = step // 4 + 16 * (step // 2 % 2)
+    entries = np.sum((code == 1) << at | (code == 2) << (at + 4), 1)
+    return {"grid": np.asarray(entries, np.int32)}
+
+
 def load(
     fmt: Format, refs: Refs, lead: tuple[Any, ...], row: Array, rows: int, block: Array
 ) -> Raw:
@@ -79,15 +132,14 @@ def load(
       row: first row, a multiple of `rows`. block: number of the block.
     """
     at = pl_ds(row, rows)
-    layout = _layout(fmt)
+    if not fmt.layout:
+        return _load_iq2(fmt, refs, lead, at, block)
     first = block * fmt.block_words
     groups = [
-        plgpu.load(
-            refs["codes"].at[(*lead, at, pl_ds(first + fmt.group_words * g, fmt.group_words))]
-        )
-        for g in range(fmt.sets * layout.words)
+        _load_group(fmt, refs, lead, at, first, g) for g in range(fmt.sets * fmt.layout.words)
     ]
-    words = [groups[i : i + layout.words] for i in range(0, len(groups), layout.words)]
+    per_set = fmt.layout.words
+    words = [groups[i : i + per_set] for i in range(0, len(groups), per_set)]
 
     def column(name: str, per_block: int) -> tuple[Array, ...]:
         return tuple(
@@ -123,10 +175,27 @@ def load(
     return Raw(words=words, scales=column("scales", per // 4), books=books)
 
 
-def _layout(fmt: Format) -> formats.Layout:
-    if fmt.layout is None:
-        raise NotImplementedError(f"kernels cannot decode {fmt.name}")
-    return fmt.layout
+def _load_group(
+    fmt: Format, refs: Refs, lead: tuple[Any, ...], at: Any, first: Array, group: int
+) -> Array:
+    start = first + fmt.group_words * group
+    return plgpu.load(refs["codes"].at[(*lead, at, pl_ds(start, fmt.group_words))])
+
+
+def _load_iq2(fmt: Format, refs: Refs, lead: tuple[Any, ...], at: Any, block: Array) -> Raw:
+    """Looks up the table rows. Two blocks share their words, four a word of scales."""
+    two = jnp.int32(2)
+    both, half = jax.lax.div(block, two), jax.lax.rem(block, two)
+    first = both * (2 * fmt.group_words)
+    rows = _load_group(fmt, refs, lead, at, first, 0)
+    rows = jax.lax.shift_right_logical(rows, jnp.broadcast_to(16 * half, rows.shape))
+    entries = [plgpu.load(refs["grid"].at[_shr(rows, 8 * u) & jnp.int32(255)]) for u in range(2)]
+    # Triton decodes in the layout of what is loaded last: here neighbouring words, so that what was
+    # looked up changes its layout, once, and nothing else does.
+    signs = _load_group(fmt, refs, lead, at, first, 1)
+    scales = plgpu.load(refs["scales"].at[(*lead, jax.lax.div(both, two), at)])
+    scales = jnp.where(jax.lax.rem(both, two) == 1, _shr(scales, 16), scales)
+    return Raw(words=[[*entries, signs]], scales=(scales,), half=half)
 
 
 def pl_ds(start: Any, size: int) -> Any:
@@ -192,6 +261,14 @@ class Cuda:
     def shift_add(self, a: Array, left: int, b: Array) -> Array:
         """(a << left) + b, one multiply-add."""
         return _asm("mad.lo.s32 $0, $1, $2, $3;", a, jnp.int32(1 << left), b)
+
+    def times_add(self, a: Array, b: Array, c: Array) -> Array:
+        """a * b + c of integers."""
+        return _asm("mad.lo.s32 $0, $1, $2, $3;", a, b, c)
+
+    def rounded(self, x: Array) -> Array:
+        """The bits of a float32 (no NaN) rounded to bfloat16, in both halves of an int32."""
+        return _asm_pack(x, x)
 
     def mul(self, a: Pair, s: Scale) -> Pair:
         """a * s, rounded to bfloat16."""
@@ -302,6 +379,17 @@ class Portable:
     def shift_add(self, a: Array, left: int, b: Array) -> Array:
         """As `Cuda.shift_add`."""
         return (a << left) + b
+
+    def times_add(self, a: Array, b: Array, c: Array) -> Array:
+        """As `Cuda.times_add`."""
+        # Says again what a change of layout hides: a multiplication of 24 bits will do.
+        return a * (b & jnp.int32(0x7FFF)) + c
+
+    def rounded(self, x: Array) -> Array:
+        """As `Cuda.rounded`."""
+        bits = _as_i32(x)
+        top = (bits + jnp.int32(0x7FFF) + (_shr(bits, 16) & jnp.int32(1))) & jnp.int32(-65536)
+        return top | _shr(top, 16)
 
     def mul(self, a: Pair, s: Scale) -> Pair:
         """As `Cuda.mul`, rounded later."""
@@ -433,7 +521,9 @@ Segments = tuple[tuple[int, int], ...]
 
 def _place(fmt: Format, raw: Raw, i: int) -> tuple[list[Array], tuple[formats.Run, ...]]:
     """Words of the set that holds sub-block `i`, and its runs in them."""
-    fields = _layout(fmt).fields
+    if fmt.layout is None:
+        raise ValueError(f"{fmt.name} has no field layout")
+    fields = fmt.layout.fields
     return raw.words[i // len(fields)], fields[i % len(fields)]
 
 
@@ -463,9 +553,14 @@ def _moves(runs: Sequence[formats.Run], segments: Segments) -> dict[tuple[int, i
 def tiles(fmt: Format, raw: Raw, target: Target) -> Iterator[tuple[Array, Array | None]]:
     """Tiles [rows, tile_width] of a loaded block in ascending k, each decoded when it is asked for.
 
+    Their weights are neighbours unless `columns` says otherwise.
+
     Yields: (bfloat16 tile, float32 [rows] factor of the product with this tile, or None).
     """
     arith: Arith = Cuda() if target == "cuda" else Portable(flush_safe=target == "interpret")
+    if not fmt.layout:
+        yield from ((tile, None) for tile in _tiles_iq2(raw, arith, tile_step(fmt, target)))
+        return
     pair, exact = _PAIRS[fmt.name](fmt, raw, arith), fmt.name in _EXACT
     per = tile_width(target) // fmt.sub
     for first in range(0, fmt.block // fmt.sub, per):
@@ -664,6 +759,52 @@ def _pairs_hf_fp8(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     return pair
 
 
+def _tiles_iq2(raw: Raw, arith: Arith, run: int) -> Iterator[Array]:
+    """Tiles of `run` weights of each of the eight sub-blocks.
+
+    A sub-block has three magnitudes only: they are rounded once, and weights choose among their
+    bits: the smallest, plus the difference to one of the others.
+    """
+    *entries, signs = raw.words[0]
+    d = _as_i32(_f16_halves(raw.scales)[0])[:, None]
+    # |d| (s + 0.5) / 4 times 8; times a magnitude that has 22 significant bits: float32 is exact.
+    odd = _shr(signs, 27) & jnp.int32(30) | jnp.int32(1)
+    eight = _as_f32(d & jnp.int32(0x7FFFFFFF)) * odd.astype(jnp.float32)
+    low, middle, high = (arith.rounded(eight * jnp.float32(m / 8)) for m in (8, 25, 43))
+    middle, high = ((level - low) & jnp.int32(0x7FFF) for level in (middle, high))
+    known = signs & jnp.int32((1 << 28) - 1)
+    eighth = known ^ _shr(known, 16)
+    eighth = eighth ^ _shr(eighth, 8)
+    eighth = eighth ^ _shr(eighth, 4)
+    signs = (known | eighth << 28) ^ (d >> 31)
+    signs = jax.lax.shift_right_logical(signs, jnp.broadcast_to(2 * raw.half, signs.shape))
+
+    def terms(k: int) -> tuple[Array, Array]:
+        """Of weights k and k + 1 of the half: two words whose sum is the pair."""
+        unit, p = k // 8, k % 8 // 2
+        first, second = (_shr(entries[unit], shift) & _both(1) for shift in (p, 4 + p))
+        sign = signs << (15 - 4 * p - unit)
+        word = arith.times_add(first, middle, low)
+        return arith.and_or(sign, _both(0x8000), word), second * high
+
+    for first in range(0, 16, run):
+        both = zip(*map(terms, range(first, first + run, 2)), strict=True)
+        # Summed as an axis: else RDNA 3 decodes in the layout of the product, twice over.
+        words = jnp.sum(jnp.stack([_joined(part) for part in both], -1), -1)
+        weights = jnp.stack(arith.halves(arith.bits(words), exact=True), -1)
+        # The bits of the number of the sub-block in reverse: see `columns`.
+        weights = weights.reshape(weights.shape[0], 2, 2, 2, run)
+        yield jnp.transpose(weights, (0, 3, 2, 1, 4)).reshape(weights.shape[0], -1)
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    """[rows, n] each, a power of two of them -> [rows, n, 2, ...]: [rows, n, parts] reshaped."""
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [jnp.stack([parts[i], parts[i + half]], -1) for i in range(half)]
+    return parts[0]
+
+
 _PAIRS: dict[str, Callable[[Format, Raw, Arith], _Pairs]] = {
     "q8_0": _pairs_q8_0,
     "q4_k": _pairs_k,
@@ -690,5 +831,5 @@ _EXACT = frozenset(
 ) | {"rocmfp2_m1012", "rocmfp2_signed"}
 """Formats whose weights bfloat16 holds exactly."""
 
-DECODABLE: frozenset[str] = frozenset(_PAIRS)
+DECODABLE: frozenset[str] = frozenset({*_PAIRS, "iq2_xxs"})
 """Formats that kernels can decode."""

@@ -3,7 +3,7 @@
 `grouped` is the block-diagonal form: every group of outputs reads its own columns of the row.
 
 A row's bits depend on that row and the weights alone. The kernel multiplies tiles of 16 rows (one
-matrix instruction shape, whatever the number of rows) with 128 weights at a time, in ascending k; K
+matrix instruction shape, whatever the number of rows) with 128 weights at a time, in one order; K
 is cut into the same number of splits for every number of rows, and splits are added in order.
 """
 
@@ -69,7 +69,7 @@ def default_splits(n: int, k: int, block: int) -> int:
     return min(splits, 8)
 
 
-_LARGE = frozenset({"float32", "q8_0", "rocmfp8", "rocmfp6", "rocmfp2_mix"})
+_LARGE = frozenset({"float32", "iq2_xxs", "q8_0", "rocmfp8", "rocmfp6", "rocmfp2_mix"})
 """What takes more registers to decode than the other formats."""
 
 
@@ -367,7 +367,9 @@ def block_of(format: str) -> int:
 def operands(w: QuantArray | Array) -> tuple[list[str], list[Array]]:
     """Names and arrays that a kernel takes for a weight."""
     if isinstance(w, QuantArray):
-        return packing.fields_of(w), w.arrays()
+        tables = decode.tables(w.format)
+        arrays = [*w.arrays(), *map(jnp.asarray, tables.values())]
+        return [*packing.fields_of(w), *tables], arrays
     return ["plain"], [w]
 
 
@@ -477,9 +479,24 @@ class Rows:
     live: Any = None
     """bool [size]: rows that exist; the others count as 0. None: all."""
 
-    def load(self, x_ref: Any, k0: Array, width: int, cols: int, whole_k: bool) -> Array:
-        """bfloat16 [size, width] from column k0 on; columns from `cols` on count as 0."""
+    def load(
+        self, x_ref: Any, k0: Array, width: int, cols: int, whole_k: bool, apart: Array | None
+    ) -> Array:
+        """bfloat16 [size, width] from column k0 on; columns from `cols` on count as 0.
+
+        apart: where the columns are, counted from k0 (all inside `cols`); None: in a row.
+        """
         mask = None if self.live is None else self.live[:, None]
+        if apart is not None:
+            number = self.number
+            if number is None:
+                number = self.start + jnp.arange(self.size, dtype=jnp.int32)
+            row, _ = grid_index(number, 0, width)
+            column = jnp.broadcast_to((k0 + self.column + apart)[None, :], row.shape)
+            at = x_ref.at[row, column]
+            if mask is None:
+                return plgpu.load(at)
+            return plgpu.load(at, mask=jnp.broadcast_to(mask, row.shape), other=0.0)
         if not whole_k:
             inside = (k0 + jnp.arange(width, dtype=jnp.int32) < cols)[None, :]
             mask = inside if mask is None else mask & inside
@@ -516,14 +533,16 @@ def accumulate(
     """
 
     size, width = block_of(format), _width(format, target)
+    fmt = None if format in PLAIN else formats.get(format)
+    apart = decode.columns(fmt, target) if fmt else None
 
     def one_block(block: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
         out = list(accs)
         tiles = _tiles(format, weights, lead, row, rows, block, cols, target)
         for j, (parts, factor) in enumerate(tiles):
-            k0 = block * size + width * j
+            k0 = decode.tile_start(fmt, target, block, j) if fmt else block * size + width * j
             for g, group in enumerate(groups):
-                x = group.load(x_ref, k0, width, cols, cols % size == 0)
+                x = group.load(x_ref, k0, width, cols, cols % size == 0, apart)
                 for part in parts:
                     if factor is None:
                         out[g] = dot_onto(out[g], part, x)

@@ -19,6 +19,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 Run = tuple[int, int, int, int]
 """(word group of the set, lowest code bit, number of bits, bit position in the half-word)."""
 
@@ -86,6 +89,16 @@ _PLAIN6 = Layout(
 )
 
 
+def iq2_sign(unit: int, weight: int) -> int:
+    """Bit of an iq2_xxs sign word that holds the sign of `weight` (0..6) of a unit of eight.
+
+    Even weights are in the low half, odd ones in the high half, the four units of a sub-block side
+    by side. The eighth sign makes the number of set ones even; the four bits where it would be, 28
+    to 31, hold the scale.
+    """
+    return 16 * (weight % 2) + 4 * (weight // 2) + unit
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
     """Device form of one format.
@@ -94,9 +107,10 @@ class Format:
       name: name of the format (as in the reference vectors).
       source_block: weights in a block on disk.
       source_bytes: bytes of that block.
-      layout: of the code words. None for iq2_xxs, whose 32 weights are one word of four table rows
-        and one word of signs and scale: a block is 16 words of the first kind, then the 16 of the
-        second.
+      layout: of the code words. None for iq2_xxs, whose sub-block (32 weights) is a word of four
+        table rows, one a byte, and a word of signs and scale (`iq2_sign`). Eight words of the first
+        kind and the eight of the second that follow are two blocks: one has the first half of each
+        of the eight sub-blocks, the next the second.
       group: weights that share a scale.
       scale_bytes: bytes of a group in the byte forms: 1, or 2 (affine: scale, then offset).
       scale: how scales are kept. One byte per group, four bytes in an int32 word: "e5m3", which is
@@ -124,7 +138,7 @@ class Format:
     @property
     def block(self) -> int:
         """Weights in a device block."""
-        return max(128, self.sub * len(self.layout.fields)) if self.layout else 512
+        return max(128, self.sub * len(self.layout.fields)) if self.layout else 128
 
     @property
     def sets(self) -> int:
@@ -139,7 +153,7 @@ class Format:
     @property
     def group_words(self) -> int:
         """Words of a word group."""
-        return self.sub // 2
+        return self.sub // 2 if self.layout else 8
 
     @property
     def block_words(self) -> int:
@@ -204,3 +218,25 @@ def get(name: str) -> Format:
     if name not in FORMATS:
         raise ValueError(f"unknown weight format {name!r}; known: {', '.join(sorted(FORMATS))}")
     return FORMATS[name]
+
+
+_IQ2_HEX = (
+    "0000000200050008000a00110014002000220028002a00410044005000580061"
+    "006400800082008a00a201010104011001150140018401980200020202220282"
+    "04010404041004210424044004420448046004810484049004a4050005020508"
+    "05200546056905800591060906100640068406a4080008050808081408280841"
+    "0844085008520888090409400a020a1410011004101010211040106010841090"
+    "10951100110811201150115a1180122412451400140814201425144914801518"
+    "156216001616180118041810184018811900190519a01a5120002002200a2044"
+    "2061208020822129214822002202240124042410244024562500254125642690"
+    "2808282028942a44400140044010401840214024404040484056406040814084"
+    "4090410041204161418041854201421042484256426844004408442044804499"
+    "4512452446004801480448104840484549004958496149824a454a9050005008"
+    "501150195020508050885104514251a4529154905492550a5601565458005811"
+    "5819586459405a08600460106040606861006155621862606400640565106512"
+    "6584684280008002800a80418082810481188140821184018404841084158440"
+    "8460850085468594860986408660880289048a11900490109024904090a19116"
+    "91809245940094229444955198819920a002a050a085a109a200a418a850a904"
+)
+IQ2_GRID: npt.NDArray[np.int32] = np.frombuffer(bytes.fromhex(_IQ2_HEX), ">u2").astype(np.int32)
+"""Rows of the iq2_xxs table: eight 2-bit values (0, 1, 2 for 8, 25, 43), first in the low bits."""

@@ -286,7 +286,7 @@ def pack(
     if fmt.layout:
         codes = _words(xp, fmt, _pad_last(xp, parts.pop("codes"), pad))
     else:
-        codes = _iq2_words(xp, parts.pop("codes"), pad // 32)
+        codes = _iq2_words(xp, parts.pop("codes"))
     return QuantArray(
         codes=codes,
         **{k: _finish(xp, fmt, k, v, cols) for k, v in parts.items()},
@@ -378,12 +378,28 @@ def _layout(fmt: Format) -> formats.Layout:
     return fmt.layout
 
 
-def _iq2_words(xp: Any, pairs: Array, pad: int) -> Array:
-    """uint32 [..., N, 2, K/32] (table rows, signs) -> int32 [..., N, W]."""
-    pairs = _pad_last(xp, pairs, pad)
-    pairs = pairs.reshape(*pairs.shape[:-1], -1, 16)
-    pairs = xp.swapaxes(pairs, -3, -2)
-    return _as_int32(pairs.reshape(*pairs.shape[:-3], -1))
+def _iq2_words(xp: Any, pairs: Array) -> Array:
+    """uint32 [..., N, K/32, 2] (table rows; four times seven signs, scale) -> int32 [..., N, W]."""
+    rows, signs = pairs[..., 0], pairs[..., 1]
+    two = xp.uint32((1 << 14) - 1)
+    spread = xp.asarray(_IQ2_SPREAD)
+    first = spread[(signs & two).astype(xp.int32)]
+    second = spread[((signs >> xp.uint32(14)) & two).astype(xp.int32)] << xp.uint32(2)
+    signs = first | second | (signs & xp.uint32(15 << 28))
+    blocks = [a.reshape(*a.shape[:-1], -1, 8) for a in (rows, signs)]
+    return _as_int32(_flat(xp.stack(blocks, -2), 3))
+
+
+def _iq2_spread() -> npt.NDArray[np.uint32]:
+    """Twice seven signs as in the file -> where `formats.iq2_sign` has those of units 0 and 1."""
+    index = np.arange(1 << 14, dtype=np.uint32)
+    out = np.zeros_like(index)
+    for bit in range(14):
+        out |= (index >> bit & 1) << formats.iq2_sign(*divmod(bit, 7))
+    return out
+
+
+_IQ2_SPREAD = _iq2_spread()
 
 
 def _finish(xp: Any, fmt: Format, name: str, a: Array, cols: int) -> Array:
@@ -609,8 +625,7 @@ def _split_q2_k(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> 
 def _split_iq2_xxs(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
     b = _blocks(fmt, packed)
     w = _u32_of_bytes(xp, b[..., 2:].reshape(*b.shape[:-1], 8, 2, 4))
-    pairs = xp.swapaxes(w.reshape(*b.shape[:-2], -1, 2), -1, -2)
-    return {"codes": pairs, "scales": _flat(b[..., :2], 2)}
+    return {"codes": w.reshape(*b.shape[:-2], -1, 2), "scales": _flat(b[..., :2], 2)}
 
 
 def _split_hf_fp8(xp: Any, fmt: Format, packed: Array, side: dict[str, Array]) -> dict[str, Array]:
@@ -861,9 +876,9 @@ def _weights_k(q: QuantArray, fmt: Format) -> Array:
 
 def _weights_iq2_xxs(q: QuantArray, fmt: Format) -> Array:
     words = jax.lax.bitcast_convert_type(q.codes, jnp.uint32)
-    words = words.reshape(*words.shape[:-1], -1, 2, 16)
+    words = words.reshape(*words.shape[:-1], -1, 2, fmt.group_words)
     rows, signs = _flat(words[..., 0, :], 2), _flat(words[..., 1, :], 2)
-    grid = jnp.asarray(IQ2_GRID)
+    grid = jnp.asarray(formats.IQ2_GRID)
     tail = (1,) * rows.ndim
     row = (
         rows[..., None] >> jnp.asarray([0, 8, 16, 24], jnp.uint32).reshape(*tail, 4)
@@ -872,12 +887,11 @@ def _weights_iq2_xxs(q: QuantArray, fmt: Format) -> Array:
     step = jnp.arange(8, dtype=jnp.uint32).reshape(*tail, 1, 8)
     code = (entry >> (step * jnp.uint32(2))) & jnp.uint32(3)
     mag = jnp.where(code == 0, 8.0, jnp.where(code == 1, 25.0, 43.0))
-    s7 = (
-        signs[..., None] >> jnp.asarray([0, 7, 14, 21], jnp.uint32).reshape(*tail, 4)
-    ) & jnp.uint32(127)
-    parity = jax.lax.population_count(s7) & jnp.uint32(1)
-    level = _signed((s7 | parity << jnp.uint32(7))[..., None] >> step, 0, mag)
-    d = jnp.repeat(_flat(_halves(q.scales), 2), 8, -1)
+    at = [[formats.iq2_sign(unit, weight) for weight in range(7)] for unit in range(4)]
+    sign = (signs[..., None, None] >> jnp.asarray(at, jnp.uint32).reshape(*tail, 4, 7)) & 1
+    eighth = jnp.sum(sign, -1, keepdims=True, dtype=jnp.uint32) & jnp.uint32(1)
+    level = _signed(jnp.concatenate([sign, eighth], -1), 0, mag)
+    d = jnp.repeat(_flat(_halves(q.scales), 2), 8, -1)[..., : signs.shape[-1]]
     scale = d * ((signs >> jnp.uint32(28)).astype(jnp.float32) + 0.5) * 0.25
     return _flat(scale[..., None, None] * level, 3)
 
@@ -907,24 +921,3 @@ _BY_NAME: dict[str, _Weights] = {
     "rocmfp3_mix": _weights_mix,
 }
 _WEIGHTS = {name: _BY_NAME.get(name, _BY_SCALE[f.scale]) for name, f in formats.FORMATS.items()}
-
-_IQ2_HEX = (
-    "0000000200050008000a00110014002000220028002a00410044005000580061"
-    "006400800082008a00a201010104011001150140018401980200020202220282"
-    "04010404041004210424044004420448046004810484049004a4050005020508"
-    "05200546056905800591060906100640068406a4080008050808081408280841"
-    "0844085008520888090409400a020a1410011004101010211040106010841090"
-    "10951100110811201150115a1180122412451400140814201425144914801518"
-    "156216001616180118041810184018811900190519a01a5120002002200a2044"
-    "2061208020822129214822002202240124042410244024562500254125642690"
-    "2808282028942a44400140044010401840214024404040484056406040814084"
-    "4090410041204161418041854201421042484256426844004408442044804499"
-    "4512452446004801480448104840484549004958496149824a454a9050005008"
-    "501150195020508050885104514251a4529154905492550a5601565458005811"
-    "5819586459405a08600460106040606861006155621862606400640565106512"
-    "6584684280008002800a80418082810481188140821184018404841084158440"
-    "8460850085468594860986408660880289048a11900490109024904090a19116"
-    "91809245940094229444955198819920a002a050a085a109a200a418a850a904"
-)
-IQ2_GRID: npt.NDArray[np.int32] = np.frombuffer(bytes.fromhex(_IQ2_HEX), ">u2").astype(np.int32)
-"""Rows of the iq2_xxs table: eight 2-bit values (0, 1, 2 for 8, 25, 43), first in the low bits."""

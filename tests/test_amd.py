@@ -29,7 +29,7 @@ def check(kernel: amd_isa.Kernel, arch: str) -> amd_isa.Figures:
 
 
 @pytest.mark.parametrize("arch", amd_isa.ARCHS)
-@pytest.mark.parametrize(("format", "rows"), [("rocmfp4", 8), ("q8_0", 256)])
+@pytest.mark.parametrize(("format", "rows"), [("rocmfp4", 8), ("q8_0", 256), ("iq2_xxs", 256)])
 def test_dense_kernels(format: str, rows: int, arch: str) -> None:
     [kernel] = amd_isa.dense_kernel(format, rows)
     figures = check(kernel, arch)
@@ -42,6 +42,21 @@ def test_expert_kernels(arch: str) -> None:
     assert [k.name.split("_")[1] for k in kernels] == ["plan", "up", "down"]
     for kernel in kernels:
         check(kernel, arch)
+
+
+@pytest.mark.parametrize("arch", amd_isa.ARCHS)
+@pytest.mark.parametrize("rows", [8, pytest.param(256, marks=pytest.mark.slow)])
+def test_expert_kernels_that_look_up_a_table(rows: int, arch: str) -> None:
+    up = next(k for k in _looking_up(rows) if k.name == "experts_up_iq2_xxs")
+    figures = check(up, arch)
+    # Of 16 x 128 weights a wave and pass; q2_k takes 1.6 times as many on RDNA.
+    lane = 16 * 128 // (64 if arch.startswith("gfx9") else 32)
+    assert figures.loop["vector"] < 8.5 * lane
+
+
+@functools.cache
+def _looking_up(rows: int) -> list[amd_isa.Kernel]:
+    return amd_isa.expert_kernels("iq2_xxs", "q2_k", rows)
 
 
 @pytest.mark.parametrize("arch", amd_isa.ARCHS)

@@ -3,6 +3,7 @@ program without copies of weights, without transfers, and with few launches."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -233,31 +234,37 @@ def test_gate_and_up_of_two_formats_are_refused() -> None:
         weights.abstract(cfg, run, forms)
 
 
-def test_formats_without_a_kernel_are_refused_before_anything_is_loaded() -> None:
-    cfg, run = config(), runtime("interpret")
-    forms = synthetic.forms(cfg, run, TYPES)
-    for name in ("layers.1.ffn.experts.w2", "head"):
-        forms[name] = weights.Form("iq2_xxs", "bfloat16")
-    with pytest.raises(NotImplementedError, match="dense: no kernel for iq2_xxs weights") as caught:
-        weights.abstract(cfg, run, forms)
-    assert "experts: no kernel for iq2_xxs weights (layers.1" in str(caught.value)
+def test_experts_of_iq2_xxs_run_on_kernels() -> None:
+    cfg = dataclasses.replace(config(), hidden_size=256, moe_intermediate_size=256)
+    run = runtime("interpret")
+    types = TYPES | {"experts_gate_up": "iq2_xxs", "experts_down": "q2_k"}
+    p = weights.abstract(cfg, run, synthetic.forms(cfg, run, types))
+    words = jax.ShapeDtypeStruct((Bucket(8, 8).words,), jnp.int32)
+
+    def fn(p: Any, cache: Any, words: Any) -> Any:
+        return model.forward(p, cache, step.unpack_plan(Bucket(8, 8), words), cfg=cfg, run=run)
+
+    traced = str(jax.make_jaxpr(fn)(p, cache_lib.abstract(cfg, run), words))
+    assert "experts_up_iq2_xxs" in traced
+    assert "experts_down_q2_k" in traced
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_gate_and_up_become_one_matrix(on_host: bool) -> None:
-    cfg, run = config(), runtime("interpret")
-    forms = synthetic.forms(cfg, run, TYPES)
+@pytest.mark.parametrize("format", ["rocmfp2_s40", "iq2_xxs"])
+def test_gate_and_up_become_one_matrix(format: str, on_host: bool) -> None:
+    cfg, run = dataclasses.replace(config(), hidden_size=256), runtime("interpret")
+    forms = synthetic.forms(cfg, run, TYPES | {"experts_gate_up": format})
     chosen = [s for s in tensors.specs(cfg) if s.key in params.JOINED and s.layer == 1]
     builder = weights.Builder(cfg, run, chosen, forms, scan=False, on_host=on_host)
     parts = []
     for spec in chosen:
-        bytes_ = cfg.hidden_size // 32 * 10
+        bytes_ = packing.row_bytes(format, cfg.hidden_size)
         data = np.random.default_rng(len(parts)).integers(
             0, 256, (*spec.shape[:-1], bytes_), dtype=np.uint8
         )
         for first in (0, 8):  # in two pieces of experts
             builder.put_bytes(spec, data[first : first + 8], {}, first)
-        parts.append(packing.pack("rocmfp2_s40", data))
+        parts.append(packing.pack(format, data))
     [joined] = [v for k, v in builder.buffers.items() if k[2] == "ffn.experts.w13"]
     order = [params.JOINED[s.key] for s in chosen]
     want = packing.interleave(*(parts[order.index(i)] for i in (0, 1)))

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from jax.experimental import pallas as pl
 
-from pallas_kernels import backend, decode, formats, packing
+from pallas_kernels import backend, decode, dense, formats, packing
 from tests.test_kernel_packing import vector
 
 ROWS = 16
@@ -33,7 +32,7 @@ def matrix(data_dir: Path, name: str) -> packing.QuantArray:
 def decoded(q: packing.QuantArray) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Tiles of the emulated kernel side by side, and their factors spread over them."""
     fmt = formats.get(q.format)
-    names = packing.fields_of(q)
+    names, arrays = dense.operands(q)
     blocks, width = fmt.padded(q.cols) // fmt.block, decode.tile_width("interpret")
 
     def kernel(*refs: Any) -> None:
@@ -43,10 +42,14 @@ def decoded(q: packing.QuantArray) -> tuple[npt.NDArray[np.float32], npt.NDArray
         def body(b: jax.Array, carry: int) -> int:
             raw = decode.load(fmt, by_name, (), 0, q.rows, b)
             for j, (tile, factor) in enumerate(decode.tiles(fmt, raw, "interpret")):
-                at = pl.ds(b * fmt.block + width * j, width)
+                apart = decode.columns(fmt, "interpret")
+                apart = jnp.arange(width, dtype=jnp.int32) if apart is None else apart
+                first = decode.tile_start(fmt, "interpret", b, j)
+                at = jnp.broadcast_to(first + apart, tile.shape)
+                row = jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
                 ones = jnp.ones((q.rows,)) if factor is None else factor
-                out_ref[:, at] = tile.astype(jnp.float32)
-                factor_ref[:, at] = jnp.broadcast_to(ones[:, None], (q.rows, width))
+                out_ref[row, at] = tile.astype(jnp.float32)
+                factor_ref[row, at] = jnp.broadcast_to(ones[:, None], tile.shape)
             return carry
 
         jax.lax.fori_loop(0, blocks, body, 0)
@@ -61,11 +64,11 @@ def decoded(q: packing.QuantArray) -> tuple[npt.NDArray[np.float32], npt.NDArray
         num_stages=1,
         interpret=True,
     )
-    tile, factor = call(*q.arrays())
+    tile, factor = call(*arrays)
     return np.asarray(tile)[:, : q.cols], np.asarray(factor)[:, : q.cols]
 
 
-QUICK = ("hf_fp8_e4m3_block128", "mxfp4", "rocmfp2_s40", "rocmfp4")
+QUICK = ("hf_fp8_e4m3_block128", "iq2_xxs", "mxfp4", "rocmfp2_s40", "rocmfp4")
 
 
 @pytest.mark.parametrize(
@@ -90,5 +93,18 @@ def test_tiles_are_the_weights_in_bfloat16(data_dir: Path, name: str) -> None:
     assert (np.abs(got[zero]) < 1e-30).all()
 
 
-def test_every_format_but_one_has_a_decoder() -> None:
-    assert set(formats.FORMATS) - decode.DECODABLE == {"iq2_xxs"}
+def test_a_scale_of_iq2_xxs_may_be_negative_zero_or_tiny(data_dir: Path) -> None:
+    packed = vector(data_dir, "iq2_xxs")[0][:ROWS].copy()
+    blocks = packed.reshape(ROWS, -1, 66)
+    d = np.array([-0.75, 0.0, -0.0, 2.0**-24, -1023 * 2.0**-24, 65504.0], np.float16)
+    for i in range(ROWS):
+        for j in range(blocks.shape[1]):
+            blocks[i, j, :2] = d[(i + j) % len(d)].reshape(1).view(np.uint8)
+    q = packing.pack("iq2_xxs", packed).map(jnp.asarray)
+    tile, _ = decoded(q)
+    want = np.asarray(jax.jit(packing.unpack, static_argnums=1)(q, jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(tile.view(np.uint32), want.view(np.uint32))
+
+
+def test_every_format_has_a_decoder() -> None:
+    assert set(formats.FORMATS) == decode.DECODABLE

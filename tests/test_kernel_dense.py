@@ -92,6 +92,8 @@ TILE = dense.Tile(rows=32, num_warps=1)
     ("name", "cols", "splits"),
     [
         ("rocmfp4", 512, 2),
+        # Three blocks a part: a part ends amid what two blocks share.
+        ("iq2_xxs", 768, 2),
         pytest.param("rocmfp3", 512, 1, marks=pytest.mark.slow),
         pytest.param("rocmfp2_affine", 1024, 2, marks=pytest.mark.slow),
         pytest.param("q8_0", 160, 1, marks=pytest.mark.slow),
@@ -114,9 +116,19 @@ def test_emulated_kernel_against_the_reference(name: str, cols: int, splits: int
     )
     whole = np.asarray(run(x))
     # Weights are rounded to bfloat16 where the format has more bits than that.
-    close(whole, want.astype(np.float64), 1e-2 if name in ("q8_0", "rocmfp2_affine") else 2e-6)
+    rounded = name in ("iq2_xxs", "q8_0", "rocmfp2_affine")
+    close(whole, want.astype(np.float64), 1e-2 if rounded else 2e-6)
     at = np.random.default_rng(0).permutation(24)[:3]
     np.testing.assert_array_equal(np.asarray(run(x[at])), whole[at])
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize("t", [8, 200])
+def test_a_format_with_a_table_is_lowered(t: int, platform: Any) -> None:
+    w = packing.abstract("iq2_xxs", (2,), 256, 1024)
+    x = jax.ShapeDtypeStruct((t, 1024), jnp.bfloat16)
+    run = jax.jit(lambda x, w: dense.launch(x, w, 1, jnp.bfloat16, platform))
+    assert "dense_iq2_xxs" in run.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_emulated_kernel_misses_nothing() -> None:
@@ -148,9 +160,9 @@ def test_grouped_products() -> None:
 def test_what_has_no_kernel_says_so() -> None:
     x = jnp.zeros((8, 256), jnp.bfloat16)
     with pytest.raises(
-        NotImplementedError, match="no kernel for iq2_xxs weights; there is one for"
+        NotImplementedError, match="no kernel for float16 weights; there is one for"
     ):
-        dense.dense(x, weights("iq2_xxs", (64, 256)), backend="interpret")
+        dense.dense(x, jnp.zeros((64, 256), jnp.float16), backend="interpret")
     with pytest.raises(NotImplementedError, match="takes bfloat16 activations, not float32"):
         dense.dense(x.astype(jnp.float32), weights("rocmfp4", (64, 256)), backend="interpret")
     with pytest.raises(NotImplementedError, match="needs N a multiple of 64"):
