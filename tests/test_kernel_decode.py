@@ -89,7 +89,10 @@ def test_tiles_are_the_weights_in_bfloat16(data_dir: Path, name: str) -> None:
     inside = (np.abs(want) > 1e-20) & (np.abs(want) < 1e9)
     assert inside.mean() > 0.3
     np.testing.assert_array_equal(got[inside], want[inside])
-    zero = want == 0
+    # Zeros beside weights past that range meet an infinite scale.
+    largest = np.repeat(np.abs(want).reshape(len(want), -1, 32).max(axis=2), 32, axis=1)
+    zero = (want == 0) & (largest < 1e9)
+    assert zero.any() or not (want == 0).any()
     assert (np.abs(got[zero]) < 1e-30).all()
 
 
