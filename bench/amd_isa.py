@@ -465,7 +465,9 @@ def all_kernels() -> Iterator[Kernel]:
         for rows in (8, 256):
             for k in dense_kernel(format, rows):
                 yield dataclasses.replace(k, name=f"{k.name}/{rows} rows")
-    for up, down in (("mxfp4", "mxfp4"), ("rocmfp2_s40", "rocmfp3"), ("rocmfp4_fast", "rocmfp4")):
+    pairs = (("mxfp4", "mxfp4"), ("rocmfp2_s40", "rocmfp3"), ("rocmfp4_fast", "rocmfp4"),
+             ("iq2_xxs", "q2_k"))  # fmt: skip
+    for up, down in pairs:
         for rows in (8, 256):
             for k in expert_kernels(up, down, rows):
                 yield dataclasses.replace(k, name=f"{k.name}/{rows} rows")
