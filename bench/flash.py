@@ -18,10 +18,8 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from bench import limits, models, report
+from bench import kernel_timing, limits, models, report
 from bench.models import FLASH, Loaded
 from ds4jax import cache as cache_lib
 from ds4jax import fused, sampling, step, synthetic, tensors, weights
@@ -270,17 +268,8 @@ def profiled(call: Callable[[], Any], steps: int) -> Cell:
     if backend_lib.platform() == "cpu":
         return {}
     names: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                call()
-        [path] = Path(folder).rglob("*.xplane.pb")
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if plane.name.startswith("/device:GPU"):
-                for line in plane.lines:
-                    if line.name.startswith("Stream"):
-                        for event in line.events:
-                            names.setdefault(event.name, []).append(event.duration_ns * 1e-3)
+    for name, seconds in kernel_timing.events(lambda: [call() for _ in range(steps)]):
+        names.setdefault(name, []).append(1e6 * seconds)
     copies = {k: v for k, v in names.items() if k.lower().startswith("memcpy")}
     kernels = {k: v for k, v in names.items() if k not in copies}
     most = sorted(kernels.items(), key=lambda kv: -sum(kv[1]))[:25]

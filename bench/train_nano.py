@@ -157,11 +157,6 @@ def loss_fn(
 # --- data -------------------------------------------------------------------------------------
 
 
-def _rows(ids: Array, first: Array, length: int) -> Array:
-    at = first[:, None] + jnp.arange(length + 1, dtype=jnp.int32)[None, :]
-    return ids[jnp.minimum(at, ids.shape[0] - 1)]
-
-
 def batch(
     data: Data, control: Control, number: Array, recipe: Recipe, vocab: int
 ) -> tuple[Array, Array, Array]:

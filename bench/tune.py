@@ -132,6 +132,13 @@ def dense_candidates(rows: int, target: str) -> Iterator[dense.Tile]:
                 yield dense.Tile(rows=out, num_warps=warps, dot_rows=width, dots=1, num_stages=s)
 
 
+def matrix_bytes(w: Any) -> int:
+    """Bytes of one matrix of a stack, packed or plain."""
+    if isinstance(w, packing.QuantArray):
+        return packing.nbytes(w.format, (), *w.shape[-2:])
+    return int(w.shape[-2] * w.shape[-1] * w.dtype.itemsize)
+
+
 def product_weights(format: str, keys: tuple[str, ...], ratio: int) -> list[Any]:
     """Random matrices of these names, as the real model has them; enough to outgrow a cache."""
     cfg = models.FLASH
@@ -142,10 +149,7 @@ def product_weights(format: str, keys: tuple[str, ...], ratio: int) -> list[Any]
         for u, info in enumerate(group.unit) if keys[0] == "head" or info.ratio == (ratio or 0)
     )  # fmt: skip
     found = [(shapes.top if keys[0] == "head" else layer)[k] for k in keys]
-    total = sum(
-        packing.nbytes(a.format, (), *a.shape[-2:]) if isinstance(a, packing.QuantArray)
-        else a.shape[-2] * a.shape[-1] * a.dtype.itemsize for a in found
-    )  # fmt: skip
+    total = sum(map(matrix_bytes, found))
     layers = max(2, min(24, -(-kernel_timing.CACHE_BYTES // total)))
     out: list[Any] = []
     for i, a in enumerate(found):
@@ -188,10 +192,7 @@ def tune_dense(format: str, rows: list[int], target: str) -> dict[str, dict[str,
             continue
         seconds, best = min(good, key=lambda pair: pair[0])
         names = "+".join(dense.kernel_format("dense", w) for w in ws)
-        nbytes = sum(
-            packing.nbytes(w.format, (), *w.shape[-2:]) if isinstance(w, packing.QuantArray)
-            else w.nbytes // w.shape[0] for w in ws
-        )  # fmt: skip
+        nbytes = sum(map(matrix_bytes, ws))
         key = f"{names}/{sum(w.shape[-2] for w in ws)}x{k}/{size_of(t)}"
         print(
             f"{label}, {t} rows: {seconds * 1e6:.1f} us (default {good[0][0] * 1e6:.1f}),"
