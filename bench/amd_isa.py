@@ -443,7 +443,7 @@ def cache_kernels(rows: int) -> Iterator[Kernel]:
 
 
 SMALL = (
-    "streams", "qkv", "router", "experts_plan", "attention_merge", "indexer_pick", "compressor",
+    "streams", "qkv", "router", "attention_merge", "indexer_pick", "compressor",
 )  # fmt: skip
 """Kernels that read neither weights nor keys."""
 

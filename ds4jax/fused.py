@@ -77,6 +77,13 @@ class Step:
             n=cfg.hc_mult, iters=cfg.hc_sinkhorn_iters, hc_eps=cfg.hc_eps, rms_eps=cfg.rms_norm_eps
         )
         self.top_k = run.num_experts_per_tok or cfg.num_experts_per_tok
+        # What every layer would work out again, in launches of its own.
+        self.live = rows.live.astype(jnp.int32)
+        self.count = jnp.sum(self.live)  # live rows come first
+        self.visible = {
+            ratio: jnp.where(rows.live, (rows.pos + 1) // (ratio or 1), 0)
+            for ratio in sorted(set(cfg.compress_ratios))
+        }
 
     def read(
         self, p: streams.Pending, w: Mapping[str, Any], name: str, r: int | Array
@@ -105,6 +112,10 @@ class Step:
             p = streams.Pending(x, parts, owned, post, comb)
         return p, cache, Seen(start, ids)
 
+    def several(self, x: Array, ws: list[Any], r: int | Array) -> list[Array]:
+        """Products of the live rows, in parts."""
+        return dense.several(x, ws, layer=r, live=self.count, backend=self.on["dense"])
+
     # ---- attention -----------------------------------------------------------------------------
 
     def attention(
@@ -117,7 +128,7 @@ class Step:
         names = ["attn.wq_a", "attn.wkv"]
         names += [f"{x}.{part}" for x in prefixes for part in ("wkv", "wgate")]
         names += ["attn.indexer.weights_proj"] if info.ratio == 4 else []
-        got = dense.several(h, [w[k] for k in names], layer=r, backend=self.on["dense"])
+        got = self.several(h, [w[k] for k in names], r)
         found = dict(zip(names, got, strict=True))
         compress = tuple(
             qkv.Compress(found[f"{x}.wkv"], found[f"{x}.wgate"], w[f"{x}.ape"]) for x in prefixes
@@ -136,16 +147,12 @@ class Step:
         kinds = {"attn.wq_b": (cfg.head_dim, True)}
         if info.ratio == 4:
             kinds["attn.indexer.wq_b"] = (cfg.index_head_dim, False)
+        parts = self.several(made.q_TQ, [w[k] for k in kinds], r)
         q, *index_q = qkv.heads(
-            tuple(
-                dense.several(
-                    made.q_TQ, [w[k] for k in kinds], layer=r, backend=self.on["dense"]
-                )
-            ),
-            cs, tuple(kinds.values()), eps=cfg.rms_norm_eps, backend=self.on["qkv"],
+            tuple(parts), cs, tuple(kinds.values()), eps=cfg.rms_norm_eps, backend=self.on["qkv"],
         )  # fmt: skip
         cache = self.compress(info, w, r, made, cache)
-        visible = jnp.where(rows.live, (rows.pos + 1) // (info.ratio or 1), 0)
+        visible = self.visible[info.ratio]
         selected = None
         if info.ratio == 4:
             assert made.weight_TI is not None
@@ -153,10 +160,10 @@ class Step:
         o, cache = self.attend(q, w["attn.attn_sink"], r, info, cache, made, visible, selected, cs)
         z = dense.grouped(
             o.reshape(o.shape[0], cfg.o_groups, -1), w["attn.wo_a"], layer=r,
-            backend=self.on["dense"], out_dtype=self.ctx.dtype,
+            live=self.count, backend=self.on["dense"], out_dtype=self.ctx.dtype,
         )  # fmt: skip
         z = z.reshape(z.shape[0], -1)
-        [y] = dense.several(z, [w["attn.wo_b"]], layer=r, backend=self.on["dense"])
+        [y] = self.several(z, [w["attn.wo_b"]], r)
         return y, cache
 
     def compress(
@@ -225,15 +232,13 @@ class Step:
     ) -> tuple[tuple[Array, Array], Array, Array]:
         """Routed experts by slot and the shared expert, in parts; which slots count; the routes."""
         cfg, run, rows = self.ctx.cfg, self.ctx.run, self.rows
-        gate, g, u = dense.several(
-            h, [w["ffn.gate"], w["ffn.shared_experts.w1"], w["ffn.shared_experts.w3"]], layer=r,
-            backend=self.on["dense"],
-        )  # fmt: skip
+        names = ("ffn.gate", "ffn.shared_experts.w1", "ffn.shared_experts.w3")
+        gate, g, u = self.several(h, [w[k] for k in names], r)
         limit = _limit(cfg.shared_swiglu_limits, info) if run.clamp_shared_expert else None
         ids, weights, shared = router.select(
             gate, router.Shared(g, u, limit), bias_LE=w.get("ffn.gate.bias"),
             table_LVK=w["ffn.gate.tid2eid"] if info.is_hash else None, token_T=rows.token,
-            live_T=rows.live, layer=r, top_k=self.top_k, scaling=cfg.routed_scaling_factor,
+            live_T=self.live, layer=r, top_k=self.top_k, scaling=cfg.routed_scaling_factor,
             normalise=cfg.norm_topk_prob, backend=self.on["router"],
         )  # fmt: skip
         routed, owned = experts.by_slot(
@@ -241,9 +246,7 @@ class Step:
             first_expert=self.ctx.first_expert, limit=_limit(cfg.swiglu_limits, info),
             backend=self.on["experts"],
         )  # fmt: skip
-        [down] = dense.several(
-            shared, [w["ffn.shared_experts.w2"]], layer=r, backend=self.on["dense"]
-        )
+        [down] = self.several(shared, [w["ffn.shared_experts.w2"]], r)
         return (routed, down), owned, ids
 
 

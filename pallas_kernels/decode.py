@@ -326,11 +326,16 @@ class Cuda:
         top = _as_i32(value) & jnp.int32(-65536)
         return top | _shr(top, 16)
 
-    def e5m3(self, words: Sequence[Array], *, up: int) -> list[Scale]:
-        """Scales of device bytes: value * 2^(32 * up - 105); with up > 0 a zero byte is not 0."""
-        fixed = _both(up << 12)
-        even = [((w << 4) & _both(0x0FF0)) | fixed for w in words]
-        odd = [(_shr(w, 4) & _both(0x0FF0)) | fixed for w in words]
+    def e5m3(self, words: Sequence[Array], *, up: int, unit: float = 1.0) -> list[Scale]:
+        """Scales of device bytes times `unit`: value * 2^(32 * up - 105).
+
+        With up > 0 a zero byte is not 0.
+        """
+        mask, fixed = _both(0x0FF0), _both(up << 12)
+        put = (lambda w: self.and_or(w, mask, fixed)) if up else (lambda w: w & mask)
+        even, odd = [put(w << 4) for w in words], [put(_shr(w, 4)) for w in words]
+        if unit != 1.0:
+            even, odd = ([self.times(x, unit) for x in part] for part in (even, odd))
         return _broadcast_halves(even, odd)
 
     def ue4m3(self, words: Sequence[Array]) -> list[Scale]:
@@ -457,9 +462,10 @@ class Portable:
     def _bytes(self, words: Sequence[Array]) -> list[Array]:
         return [_shr(w, 8 * i) & jnp.int32(255) for w in words for i in range(4)]
 
-    def e5m3(self, words: Sequence[Array], *, up: int) -> list[Scale]:
+    def e5m3(self, words: Sequence[Array], *, up: int, unit: float = 1.0) -> list[Scale]:
         """As `Cuda.e5m3`."""
-        return [_as_f32((b << 20) | jnp.int32(up << 28)) for b in self._bytes(words)]
+        scales = [_as_f32((b << 20) | jnp.int32(up << 28)) for b in self._bytes(words)]
+        return scales if unit == 1.0 else [self.times(s, unit) for s in scales]
 
     def ue4m3(self, words: Sequence[Array]) -> list[Scale]:
         """As `Cuda.ue4m3`."""
@@ -539,6 +545,18 @@ def _field(
     return out
 
 
+def _gathered(arith: Arith, fmt: Format, words: list[Array]) -> list[Array]:
+    """The word groups that the layout puts together from those of a set."""
+    out = []
+    for pieces in fmt.layout.gathered if fmt.layout else ():
+        parts = [(_shr(words[source], right), _both(mask)) for source, right, mask in pieces]
+        word = parts[0][0] & parts[0][1]
+        for part, mask in parts[1:]:
+            word = arith.and_or(part, mask, word)
+        out.append(word)
+    return out
+
+
 def _moves(runs: Sequence[formats.Run], segments: Segments) -> dict[tuple[int, int], int]:
     """Runs as {(word group, shift left): mask after the shift}; equal shifts together."""
     moves: dict[tuple[int, int], int] = {}
@@ -561,6 +579,9 @@ def tiles(fmt: Format, raw: Raw, target: Target) -> Iterator[tuple[Array, Array 
     if not fmt.layout:
         yield from ((tile, None) for tile in _tiles_iq2(raw, arith, tile_step(fmt, target)))
         return
+    raw = dataclasses.replace(
+        raw, words=[[*set_, *_gathered(arith, fmt, set_)] for set_ in raw.words]
+    )
     pair, exact = _PAIRS[fmt.name](fmt, raw, arith), fmt.name in _EXACT
     per = tile_width(target) // fmt.sub
     for first in range(0, fmt.block // fmt.sub, per):
@@ -616,7 +637,7 @@ def _pairs_rocmfp3(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
 
 def _pairs_s40(fmt: Format, raw: Raw, arith: Arith) -> _Pairs:
     """Sign and a step of 2 in the exponent (level 4 or 1), added to the bits of the scale."""
-    scales = [arith.bits_of(arith.times(s, 2.0**105)) for s in arith.e5m3(raw.scales, up=0)]
+    scales = [arith.bits_of(s) for s in arith.e5m3(raw.scales, up=0, unit=2.0**105)]
 
     def pair(i: int) -> Pair:
         words, runs = _place(fmt, raw, i)

@@ -2,9 +2,9 @@
 
 `grouped` is the block-diagonal form: every group of outputs reads its own columns of the row.
 
-A row's bits depend on that row and the weights alone. The kernel multiplies tiles of 16 rows (one
-matrix instruction shape, whatever the number of rows) with 128 weights at a time, in one order; K
-is cut into the same number of splits for every number of rows, and splits are added in order.
+A row's bits depend on that row and the weights alone. The kernel multiplies tiles of rows (one
+matrix instruction, whatever the number of rows) with 128 weights at a time, in one order; K is cut
+into the same number of splits for every number of rows, and splits are added in order.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ ROW_TILE = 8
 DOT_ROWS = 16
 """Rows of one product in the kernel."""
 
+FEW_DOT_ROWS = 8
+"""The same, for as few rows: the width of one matrix instruction of NVIDIA's. AMD has 16."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -41,8 +44,8 @@ class Tile:
     Attributes:
       rows: weight rows (outputs) per program.
       grid_rows: largest number of activation rows for which splits run as separate programs.
-      dot_rows: activation rows of one product: 16, or more where the matrix unit sums in the same
-        way whatever the width (NVIDIA; not on AMD, whose instructions of 32 rows differ).
+      dot_rows: activation rows of one product: 16, or another number where the matrix unit sums in
+        the same way whatever the width (NVIDIA; not on AMD, whose instructions of 32 rows differ).
       dots: products of `dot_rows` rows that one program serves, at most.
       unroll: blocks of K in one iteration of the loop.
       num_warps, num_stages: of the compiler.
@@ -85,8 +88,18 @@ def default_tile(format: str, t: int, n: int, target: decode.Target) -> Tile:
         return Tile(rows=rows, dots=dots, num_warps=max(1, rows // 16), num_stages=1)
     if t > DOT_ROWS:
         # One wide product; the accumulator bounds its rows.
-        return Tile(rows=rows, dot_rows=min(128, 1 << (t - 1).bit_length()), dots=1)
-    return Tile(rows=min(rows, 32), num_warps=1)
+        wide = 1 << (t - 1).bit_length()
+        if n % 128 == 0 and block_of(format) == 128 and format not in _LARGE:
+            if wide > 128:
+                return Tile(rows=128, dot_rows=256, dots=1, num_warps=8)
+            rows = 128 if wide <= 64 and n >= 4096 else rows
+        return Tile(rows=rows, dot_rows=min(128, wide), dots=1)
+    return Tile(rows=min(rows, 32), num_warps=2, dot_rows=few_dot_rows(t, target))
+
+
+def few_dot_rows(t: int, target: decode.Target) -> int:
+    """Rows of the narrowest product that holds `t` rows of a small batch."""
+    return FEW_DOT_ROWS if t <= FEW_DOT_ROWS and target != "rocm" else DOT_ROWS
 
 
 def dense(
@@ -94,6 +107,7 @@ def dense(
     w: QuantArray | Array,
     *,
     layer: int | Array | None = None,
+    live: Array | None = None,
     backend: Backend,
     out_dtype: Any = None,
     tile: Tile | None = None,
@@ -105,6 +119,8 @@ def dense(
       x_TK: activations, bfloat16 or float32.
       w: [N, K], or [L, N, K] with `layer`; a QuantArray, or a bfloat16 or float32 array.
       layer: which of L (an int or an int32 scalar).
+      live: int32 scalar, how many of the rows matter: what comes out for the others, behind them,
+        may be anything, and whole tiles of them cost nothing. None: all.
       backend: "reference", "interpret" or "triton". Kernels round weights to bfloat16.
       out_dtype: dtype of the result; None: that of x.
       tile: overrides the measured or default tile.
@@ -123,7 +139,9 @@ def dense(
     if backend == "reference":
         return reference(x_TK, w, layer=layer, out_dtype=out_dtype)
     target = backend_lib.target(backend)
-    return launch(x_TK, w, layer, out_dtype or x_TK.dtype, target, tile=tile, splits=splits)
+    return launch(
+        x_TK, w, layer, out_dtype or x_TK.dtype, target, live=live, tile=tile, splits=splits
+    )
 
 
 def grouped(
@@ -131,6 +149,7 @@ def grouped(
     w: QuantArray | Array,
     *,
     layer: int | Array | None = None,
+    live: Array | None = None,
     backend: Backend,
     out_dtype: Any = None,
     tile: Tile | None = None,
@@ -154,7 +173,7 @@ def grouped(
     target = backend_lib.target(backend)
     x = x_TGK.reshape(t, groups * k)
     dtype = out_dtype or x.dtype
-    y = launch(x, w, layer, dtype, target, tile=tile, splits=splits, groups=groups)
+    y = launch(x, w, layer, dtype, target, live=live, tile=tile, splits=splits, groups=groups)
     return y.reshape(t, groups, n // groups)
 
 
@@ -163,6 +182,7 @@ def several(
     ws: Sequence[QuantArray | Array],
     *,
     layer: int | Array | None = None,
+    live: Array | None = None,
     backend: Backend,
     tile: Tile | None = None,
 ) -> list[Array]:
@@ -182,7 +202,7 @@ def several(
     if backend == "reference":
         return [reference(x_TK, w, layer=layer, out_dtype=jnp.float32)[None] for w in ws]
     target = backend_lib.target(backend)
-    found = launch_several(x_TK, ws, layer, jnp.float32, target, tile=tile)
+    found = launch_several(x_TK, ws, layer, jnp.float32, target, live=live, tile=tile)
     return [y if y.ndim == 3 else y[None] for y in found]
 
 
@@ -230,13 +250,14 @@ def launch(
     out_dtype: Any,
     target: decode.Target,
     *,
+    live: Array | None = None,
     tile: Tile | None = None,
     splits: int | None = None,
     groups: int = 1,
 ) -> Array:
     """`dense` (or `grouped`, with x [T, groups * K]) by the kernel written for `target`."""
     [y] = launch_several(
-        x_TK, [w], layer, out_dtype, target, tile=tile, splits=splits, groups=groups
+        x_TK, [w], layer, out_dtype, target, live=live, tile=tile, splits=splits, groups=groups
     )
     return y if y.ndim == 2 else in_order(y).astype(out_dtype)
 
@@ -256,6 +277,7 @@ def launch_several(
     out_dtype: Any,
     target: decode.Target,
     *,
+    live: Array | None = None,
     tile: Tile | None = None,
     splits: int | None = None,
     groups: int = 1,
@@ -276,9 +298,12 @@ def launch_several(
             )
     dots = min(tile.dots, -(-t // tile.dot_rows))
     in_grid = t <= tile.grid_rows
+    numbers = [_layer_operand(layer)]
+    if live is not None and t > tile.dot_rows * dots:
+        numbers.append(live.reshape(1))
     kernel = functools.partial(
         _kernel, parts=parts, tile=tile, dots=dots, groups=groups, in_grid=in_grid, target=target,
-        cols=cols,
+        cols=cols, numbers=len(numbers),
     )  # fmt: skip
     shapes = [
         jax.ShapeDtypeStruct((p.splits, t, p.n), jnp.float32)
@@ -295,7 +320,7 @@ def launch_several(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=target == "interpret",
-    )(_layer_operand(layer), x_TK, *(a for w in ws for a in operands(w)[1]))
+    )(*numbers, x_TK, *(a for w in ws for a in operands(w)[1]))
     return out
 
 
@@ -326,14 +351,14 @@ def _tile(parts: Sequence[_Part], t: int, groups: int, target: decode.Target) ->
     found = [default_tile(p.format, t, p.n // groups, target) for p in parts]
     least = min(found, key=lambda tile: tile.rows)
     default = dataclasses.replace(least, dots=min(tile.dots for tile in found))
-    if target == "cuda" and t <= DOT_ROWS and len(parts) > 1:
-        default = dataclasses.replace(default, num_warps=2)  # the parts' registers add up
+    if len(parts) > 1 and default.dot_rows > 128:  # the registers of the parts add up
+        default = dataclasses.replace(default, rows=64, dot_rows=128, num_warps=4)
     size = "few" if t <= DOT_ROWS else "many"
     names = "+".join(p.format for p in parts)
     key = f"{names}/{sum(p.n for p in parts)}x{parts[0].k}/{size}"
     tile = backend_lib.tile("dense", default, key=key, target=target)
     # What is right for thousands of rows wastes most of a product on a few dozen.
-    widest = max(DOT_ROWS, 1 << (t - 1).bit_length())
+    widest = max(few_dot_rows(t, target), 1 << (t - 1).bit_length())
     return dataclasses.replace(tile, dot_rows=min(tile.dot_rows, widest))
 
 
@@ -374,8 +399,6 @@ def operands(w: QuantArray | Array) -> tuple[list[str], list[Array]]:
 
 
 def _kernel(
-    layer_ref: Any,
-    x_ref: Any,
     *refs: Any,
     parts: Sequence[_Part],
     tile: Tile,
@@ -384,11 +407,13 @@ def _kernel(
     in_grid: bool,
     target: decode.Target,
     cols: int,
+    numbers: int,
 ) -> None:
     out_refs = refs[len(refs) - len(parts) :]
     # Read here: emulation knows program numbers at the top level only.
     program, split, t = (pl.program_id(i) for i in range(3))
-    layer = plgpu.load(layer_ref.at[jnp.int32(0)])
+    layer, *live = (plgpu.load(ref.at[jnp.int32(0)]) for ref in refs[:numbers])
+    x_ref, refs = refs[numbers], refs[numbers + 1 :]
     first = used = 0
     for part, out_ref in zip(parts, out_refs, strict=True):
         weights = dict(zip(part.names, refs[used : used + len(part.names)], strict=True))
@@ -398,11 +423,14 @@ def _kernel(
             in_grid=in_grid, target=target, cols=cols,
         )  # fmt: skip
         last = first + part.n // tile.rows
-        if len(parts) == 1:
-            run()
+        wanted = [t * (tile.dot_rows * dots) < count for count in live]
+        if len(parts) > 1:
+            wanted += [program >= first, program < last]
+            wanted += [split < part.splits] if in_grid else []
+        if wanted:
+            pl.when(functools.reduce(jnp.logical_and, wanted))(run)
         else:
-            mine = (program >= first) & (program < last)
-            pl.when(mine & (split < part.splits) if in_grid else mine)(run)
+            run()
         first, used = last, used + len(part.names)
 
 

@@ -38,10 +38,10 @@ def mix_onto(c_MN: Array, a_MK: Array, b_KN: Array) -> Array:
 def _bind(c: Array, a: Array, b: Array, *, by_columns: bool) -> Array:
     n, k = b.shape[::-1] if by_columns else b.shape
     fits = a.shape[1] == k and c.shape == (a.shape[0], n)
-    if not fits or any(size % 16 for size in (*c.shape, k)):
+    if not fits or c.shape[0] % 16 or n % 8 or k % 16:
         raise ValueError(
             f"{'mix_onto' if by_columns else 'dot_onto'}: c {c.shape}, a {a.shape} and b {b.shape}"
-            " do not fit (multiples of 16 needed)"
+            " do not fit (M and K multiples of 16, N of 8)"
         )
     if c.dtype != jnp.float32 or a.dtype != jnp.bfloat16 or b.dtype != jnp.bfloat16:
         raise ValueError(f"dot_onto: dtypes {c.dtype}, {a.dtype}, {b.dtype}")

@@ -27,13 +27,14 @@ from pallas_kernels.dense import (
     Rows,
     accumulate,
     block_of,
+    few_dot_rows,
     finish,
     kernel_format,
     operands,
     product,
 )
 from pallas_kernels.packing import RUN, QuantArray
-from pallas_kernels.ring import grid_index
+from pallas_kernels.ring import grid_index, scalar
 
 Weights = QuantArray | Array
 
@@ -68,10 +69,8 @@ def default_tile(t: int, target: decode.Target) -> Tile:
     if target == "rocm":
         return Tile(up_stages=1, down_stages=1)
     if t > FEW_PER_EXPERT:
-        return Tile(up_rows=128, wide=True)
-    if t > DOT_ROWS:
-        return Tile(up_warps=2, down_warps=2, wide=True)
-    return Tile(up_warps=2, down_rows=32, down_warps=2)
+        return Tile(up_rows=128, up_warps=8, down_rows=128, down_stages=2, wide=True)
+    return Tile(up_warps=2, down_warps=2, wide=t > DOT_ROWS)
 
 
 def experts(
@@ -208,7 +207,9 @@ def group(ids_TS: Array, first_expert: int | Array, num: int, rows: int) -> Grou
     end = jnp.cumsum(count, dtype=jnp.int32)
     tiles_end = jnp.cumsum((count + rows - 1) // rows, dtype=jnp.int32)
     tile = jnp.arange(max_tiles(pairs, num, rows), dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(tiles_end, tile, side="right"), num - 1).astype(jnp.int32)
+    # Comparing all is one launch on a GPU; a binary search is one a halving.
+    expert = jnp.searchsorted(tiles_end, tile, side="right", method="compare_all")
+    expert = jnp.minimum(expert, num - 1).astype(jnp.int32)
     before = jnp.where(expert > 0, tiles_end[expert - 1], 0)
     start = end[expert] - count[expert] + (tile - before) * rows
     at = start[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
@@ -286,9 +287,6 @@ def launch(
     tile: Tile | None = None,
 ) -> tuple[Array, Array]:
     """`by_slot` by the kernels written for `target`."""
-    stacked = layer is not None
-    first = jnp.asarray(first_expert, jnp.int32)
-    scalars = jnp.stack([jnp.asarray(layer if stacked else 0, jnp.int32), first])
     kinds = [kernel_format("experts", w) for w in (w13, w2)]
     if x_TM.dtype != jnp.bfloat16:
         raise NotImplementedError(f"experts: the kernel takes bfloat16 rows, not {x_TM.dtype}")
@@ -300,31 +298,37 @@ def launch(
         tile = backend_lib.tile("experts", default, key=key, target=target)
     if slots > 8:
         raise NotImplementedError(f"experts: the kernel takes at most 8 slots, not {slots}")
-    pairs = t * slots
-    narrow = DOT_ROWS * (2 if all(block_of(k) == 128 for k in kinds) else 1)
-    rows = _group_rows(pairs, num, 128 if tile.wide else narrow)
-    if t <= DOT_ROWS:
-        groups, local = _plan(ids_TS, scalars[1], num, target)
+    pairs, few = t * slots, t <= DOT_ROWS
+    if few:
+        # Groups are found by the programs themselves; any pair may lead one.
+        rows, tiles = few_dot_rows(t, target), pairs
+        found: tuple[Array, ...] = (ids_TS,)
     else:
-        groups, local = group(ids_TS, scalars[1], num, rows), ids_TS - scalars[1]
-        local = jnp.where((local >= 0) & (local < num), local, -1)
-    tiles = max_tiles(pairs, num, rows)
-    routes = (groups.used.reshape(1), groups.expert, groups.pair, weights_TS.reshape(-1))
+        narrow = DOT_ROWS * (2 if all(block_of(k) == 128 for k in kinds) else 1)
+        rows = _group_rows(pairs, num, 128 if tile.wide else narrow)
+        groups, tiles = group(ids_TS, first_expert, num, rows), max_tiles(pairs, num, rows)
+        found = (groups.used.reshape(1), groups.expert, groups.pair)
     common = _Common(
-        t=t, slots=slots, num=num, rows=rows, stacked=stacked, target=target,
-        dot_rows=rows if tile.wide else DOT_ROWS,
+        t=t, slots=slots, num=num, rows=rows, few=few, stacked=layer is not None, target=target,
+        dot_rows=rows if tile.wide or few else DOT_ROWS,
     )  # fmt: skip
-    h = _call(
-        "experts_up", common, w13, x_TM, scalars, routes, out_dtype=x_TM.dtype, limit=limit,
-        shape=(pairs, f), tiles=tiles, n=tile.up_rows, unroll=tile.up_unroll,
-        num_warps=tile.up_warps, num_stages=tile.up_stages,
+    numbers = [scalar(0 if layer is None else layer), scalar(first_expert)]
+    shared = (*numbers, *found, weights_TS.reshape(-1))
+    h, *own = _call(
+        "experts_up", common, w13, x_TM, shared, limit=limit, tiles=tiles, n=tile.up_rows,
+        unroll=tile.up_unroll, num_warps=tile.up_warps, num_stages=tile.up_stages,
+        shapes=(jax.ShapeDtypeStruct((tiles * rows if few else pairs, f), x_TM.dtype),
+                *[jax.ShapeDtypeStruct(ids_TS.shape, jnp.int32)] * few),
     )  # fmt: skip
-    out = _call(
-        "experts_down", common, w2, h, scalars, routes, out_dtype=jnp.float32, limit=None,
-        shape=(slots, t, m), tiles=tiles, n=tile.down_rows, unroll=tile.down_unroll,
-        num_warps=tile.down_warps, num_stages=tile.down_stages,
+    [out] = _call(
+        "experts_down", common, w2, h, shared, limit=None, tiles=tiles, n=tile.down_rows,
+        unroll=tile.down_unroll, num_warps=tile.down_warps, num_stages=tile.down_stages,
+        shapes=(jax.ShapeDtypeStruct((slots, t, m), jnp.float32),),
     )  # fmt: skip
-    return out, local
+    if few:
+        return out, own[0]
+    local = ids_TS - first_expert
+    return out, jnp.where((local >= 0) & (local < num), local, -1)
 
 
 def _group_rows(pairs: int, num: int, most: int) -> int:
@@ -342,6 +346,7 @@ class _Common:
     num: int
     rows: int
     dot_rows: int
+    few: bool
     stacked: bool
     target: decode.Target
 
@@ -351,18 +356,16 @@ def _call(
     common: _Common,
     w: Weights,
     x: Array,
-    scalars: Array,
-    groups: tuple[Array, ...],
+    shared: tuple[Array, ...],
     *,
-    out_dtype: Any,
     limit: float | None,
-    shape: tuple[int, ...],
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
     tiles: int,
     n: int,
     unroll: int,
     num_warps: int,
     num_stages: int,
-) -> Array:
+) -> list[Array]:
     format, (rows, cols) = kernel_format(name, w), w.shape[-2:]
     step = block_of(format) * unroll
     while rows % n and n > DOT_ROWS:
@@ -375,19 +378,21 @@ def _call(
     kernel = functools.partial(
         _kernel, c=common, format=format, names=names, n=n, unroll=unroll, cols=cols, limit=limit
     )
-    y: Array = backend_lib.pallas(
+    y: list[Array] = backend_lib.pallas(
         kernel,
         name=f"{name}_{format}",
         grid=(rows // n, tiles),
-        out_shape=jax.ShapeDtypeStruct(shape, out_dtype),
+        out_shape=shapes,
         num_warps=num_warps,
         num_stages=num_stages,
         interpret=common.target == "interpret",
-    )(scalars, *groups, x, *arrays)
+    )(*shared, x, *arrays)
     return y
 
 
 def _kernel(
+    layer_ref: Any,
+    first_ref: Any,
     *refs: Any,
     c: _Common,
     format: str,
@@ -397,42 +402,88 @@ def _kernel(
     cols: int,
     limit: float | None,
 ) -> None:
-    scalars_ref, used_ref, expert_ref, pair_ref, weight_ref, x_ref, *weight_refs, out_ref = refs
-    weights = dict(zip(names, weight_refs, strict=True))
+    group_refs, refs = (refs[:1], refs[1:]) if c.few else (refs[:3], refs[3:])
+    (weight_ref, x_ref), refs = refs[:2], refs[2:]
+    weights, out_refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    out_ref = out_refs[0]
     # Read here: emulation knows program numbers at the top level only.
     column, group_ = (pl.program_id(i) for i in range(2))
     blocks = -(-cols // block_of(format))
+    if c.few:
+        first = plgpu.load(first_ref.at[jnp.int32(0)])
+        expert, few_pairs, used = _group_of(group_refs[0], group_, first, c)
+        if len(out_refs) > 1:
 
-    @pl.when(group_ < plgpu.load(used_ref.at[jnp.int32(0)]))
+            @pl.when(column == 0)
+            def _() -> None:
+                plgpu.store(out_refs[1].at[_row_and_slot(group_, c)], expert)
+
+    else:
+        used = group_ < plgpu.load(group_refs[0].at[jnp.int32(0)])
+
+    @pl.when(used)
     def _() -> None:
-        lead: tuple[Any, ...] = (plgpu.load(expert_ref.at[group_]),)
+        if c.few:
+            lead: tuple[Any, ...] = (expert,)
+            pairs = [few_pairs]
+        else:
+            lead = (plgpu.load(group_refs[1].at[group_]),)
+            pairs = [
+                plgpu.load(group_refs[2].at[group_, pl.ds(start, c.dot_rows)])
+                for start in range(0, c.rows, c.dot_rows)
+            ]
         if c.stacked:
-            lead = (plgpu.load(scalars_ref.at[jnp.int32(0)]), *lead)
-        pairs = [
-            plgpu.load(pair_ref.at[group_, pl.ds(start, c.dot_rows)])
-            for start in range(0, c.rows, c.dot_rows)
-        ]
+            lead = (plgpu.load(layer_ref.at[jnp.int32(0)]), *lead)
         hits = [p < c.t * c.slots for p in pairs]
-        totals = accumulate(
-            format, weights, lead, column * n, n, x_ref=x_ref,
-            groups=[
+        if c.few:  # every row has its own place in a group: runs of rows load faster
+            start = jnp.int32(0) if limit is not None else group_ * c.rows
+            rows = [Rows(size=c.rows, start=start, live=hits[0])]
+        else:
+            rows = [
                 Rows(size=c.dot_rows, number=p if limit is None else p // c.slots, live=hit)
                 for p, hit in zip(pairs, hits, strict=True)
-            ],
-            first=0, blocks=blocks, cols=cols, unroll=unroll, target=c.target,
+            ]
+        totals = accumulate(
+            format, weights, lead, column * n, n, x_ref=x_ref,
+            groups=rows, first=0, blocks=blocks, cols=cols, unroll=unroll, target=c.target,
         )  # fmt: skip
         for pair, hit, acc in zip(pairs, hits, totals, strict=True):
             y = finish(format, weights, lead, acc)
             if limit is not None:
                 weight = plgpu.load(weight_ref.at[pair], mask=hit, other=0.0)
                 y = _activated(y, weight, limit)
-            width = y.shape[0]
-            at: tuple[Any, ...] = grid_index(pair, column * width, width)
+            width, number = y.shape[0], pair
+            if c.few and limit is not None:
+                number = group_ * c.rows + jnp.arange(c.rows, dtype=jnp.int32)
+            at: tuple[Any, ...] = grid_index(number, column * width, width)
             mask = jnp.broadcast_to(hit[:, None], at[0].shape)
             if limit is None:
                 slots = jnp.full(at[0].shape, c.slots, jnp.int32)
                 at = (lax.rem(at[0], slots), lax.div(at[0], slots), at[1])
             plgpu.store(out_ref.at[at], y.T.astype(out_ref.dtype), mask=mask)
+
+
+def _row_and_slot(pair: Array, c: _Common) -> tuple[Array, Array]:
+    slots = jnp.int32(c.slots)
+    return lax.div(pair, slots), lax.rem(pair, slots)
+
+
+def _group_of(ids_ref: Any, pair: Array, first: Array, c: _Common) -> tuple[Array, Array, Array]:
+    """The group that a pair leads, of at most 16 rows of at most 8 slots.
+
+    Returns: the pair's expert among those held here, or -1; of every row its pair with that expert,
+        int32 [rows], the number of pairs where it has none; whether the pair is the first of them.
+    """
+    local = plgpu.load(ids_ref.at[_row_and_slot(pair, c)]) - first
+    expert = jnp.where((local >= 0) & (local < c.num), local, -1)
+    row = lax.broadcasted_iota(jnp.int32, (c.rows, 8), 0)
+    slot = lax.broadcasted_iota(jnp.int32, row.shape, 1)
+    inside = (row < c.t) & (slot < c.slots)
+    at = (jnp.minimum(row, c.t - 1), jnp.minimum(slot, c.slots - 1))
+    same = inside & (plgpu.load(ids_ref.at[at]) - first == expert)
+    pairs = c.t * c.slots
+    own = jnp.min(jnp.where(same, row * c.slots + slot, pairs), axis=1)
+    return expert, own, (expert >= 0) & (jnp.min(own) == pair)
 
 
 def _activated(total: Array, weight: Array, limit: float) -> Array:
@@ -443,74 +494,3 @@ def _activated(total: Array, weight: Array, limit: float) -> Array:
     gate = jnp.sum(jnp.where(is_up, 0.0, both), axis=1)
     up = jnp.sum(jnp.where(is_up, both, 0.0), axis=1)
     return activate(gate, up, weight[None, None, :], limit=limit).reshape(n2 // 2, rows)
-
-
-# --- Groups of few rows, without a sort ---
-
-
-def _plan(ids_TS: Array, first: Array, num: int, target: decode.Target) -> tuple[Groups, Array]:
-    """As `group` with tiles of 16, for at most 16 rows of at most 8 slots: one small kernel.
-
-    Returns also every slot's number among the experts held here, or -1; int32 [T, S].
-    """
-    t, slots = ids_TS.shape
-    tiles = pl.next_power_of_2(max_tiles(ids_TS.size, num, DOT_ROWS))
-    one = jax.ShapeDtypeStruct((1,), jnp.int32)
-    shapes = (
-        one,
-        jax.ShapeDtypeStruct((tiles,), jnp.int32),
-        jax.ShapeDtypeStruct((tiles, DOT_ROWS), jnp.int32),
-        jax.ShapeDtypeStruct(ids_TS.shape, jnp.int32),
-    )
-    used, expert, pair, local = backend_lib.pallas(
-        functools.partial(_plan_kernel, t=t, slots=slots, num=num, tiles=tiles),
-        name="experts_plan",
-        grid=(1,),
-        out_shape=shapes,
-        num_warps=8,
-        num_stages=1,
-        interpret=target == "interpret",
-    )(ids_TS, first.reshape(1))
-    return Groups(used[0], expert, pair), local
-
-
-def _plan_kernel(
-    ids_ref: Any,
-    first_ref: Any,
-    used_ref: Any,
-    expert_ref: Any,
-    pair_ref: Any,
-    local_ref: Any,
-    *,
-    t: int,
-    slots: int,
-    num: int,
-    tiles: int,
-) -> None:
-    first = plgpu.load(first_ref.at[jnp.int32(0)])
-    row = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(max(t, 2)), 8), 0)
-    slot = lax.broadcasted_iota(jnp.int32, row.shape, 1)
-    inside = (row < t) & (slot < slots)
-    at = (jnp.minimum(row, t - 1), jnp.minimum(slot, slots - 1))
-    local = plgpu.load(ids_ref.at[at], mask=inside, other=-1) - first
-    local = jnp.where(inside & (local >= 0) & (local < num), local, -1)
-    plgpu.store(local_ref.at[(row, slot)], local, mask=inside)
-    flat = local.reshape(row.size)
-    number = jnp.arange(row.size, dtype=jnp.int32)
-    # An expert's first pair leads its group.
-    earlier = number[None, :] < number[:, None]
-    same = (flat[None, :] == flat[:, None]) & earlier
-    leads = (flat >= 0) & (jnp.max(same.astype(jnp.int32), axis=1) == 0)
-    rank = jnp.sum((earlier & leads[None, :]).astype(jnp.int32), axis=1)
-    tile = jnp.arange(tiles, dtype=jnp.int32)
-    mine = leads[None, :] & (rank[None, :] == tile[:, None])
-    expert = jnp.sum(jnp.where(mine, flat[None, :], 0), axis=1)
-    used = jnp.sum(leads.astype(jnp.int32))
-    plgpu.store(used_ref.at[jnp.arange(1, dtype=jnp.int32)], used.reshape(1))
-    plgpu.store(expert_ref.at[tile], expert)
-    pairs, rows = t * slots, row.shape[0]
-    taken = (local[None] == expert[:, None, None]) & (tile < used)[:, None, None]
-    pair = jnp.min(jnp.where(taken, (row * slots + slot)[None], pairs), axis=2)
-    for start in range(0, DOT_ROWS, rows):
-        part = pair if start == 0 else jnp.full_like(pair, pairs)
-        plgpu.store(pair_ref.at[pl.ds(0, tiles), pl.ds(start, rows)], part)

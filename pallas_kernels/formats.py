@@ -9,14 +9,15 @@ A block is cut into sub-blocks of `sub` weights that share a scale (16 or 32); w
 sub-block belongs to word `r // 2` and to the low (`r % 2 == 0`) or high 16-bit half of it. So
 `sub / 2` words, a *word group*, hold one sub-block per *field*, and one shift and one mask give two
 neighbouring weights in one 32-bit register, ready for a matrix instruction that takes 16-bit pairs
-along K. Both halves of a word have the same layout. Where a code's width is no divisor of 16, a set
-of several word groups has its fields together: those that fit a word whole, then those gathered
-from the bits left over in all of them.
+along K. Both halves of a word have the same layout. Where fewer operations decode it so, a set of
+several word groups has its fields together: those that fit a word whole, then those gathered from
+the bits left over in all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import numpy as np
@@ -28,12 +29,41 @@ Run = tuple[int, int, int, int]
 ScaleKind = Literal["e5m3", "ue4m3", "e8m0", "f16", "k", "tile"]
 
 
+Piece = tuple[int, int, int]
+"""(word group of the set, shift right, mask of a half-word after the shift)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A set of `words` word groups and where each of its fields (sub-blocks) keeps its code."""
+    """A set of word groups and where each of its fields (sub-blocks) keeps its code.
+
+    Attributes:
+      words: word groups.
+      fields: runs per field. Groups from `words` on are gathered ones.
+      gathered: groups that decoding puts together from bits of the others, so that a field of
+        theirs takes one shift and one mask, too.
+    """
 
     words: int
     fields: tuple[tuple[Run, ...], ...]
+    gathered: tuple[tuple[Piece, ...], ...] = ()
+
+    @functools.cached_property
+    def stored(self) -> tuple[tuple[Run, ...], ...]:
+        """`fields` by the word groups in memory alone."""
+        return tuple(tuple(r for run in runs for r in self._stored(run)) for runs in self.fields)
+
+    def _stored(self, run: Run) -> list[Run]:
+        word, low, count, pos = run
+        if word < self.words:
+            return [run]
+        pieces = self.gathered[word - self.words]
+        return [
+            (source, low + b, 1, pos + b + right)
+            for b in range(count)
+            for source, right, mask in pieces
+            if mask >> (pos + b) & 1
+        ]
 
 
 def _plain(bits: int) -> Layout:
@@ -53,6 +83,16 @@ _FP4 = Layout(
     ),
 )
 
+# The same in two half-words: three codes each, and two more of the four bits left over in both.
+_FP4_TWO = Layout(
+    2,
+    (
+        *(((w, 3, 1, 15 - 3 * f), (w, 0, 3, 6 - 3 * f)) for w in range(2) for f in range(3)),
+        *(((2, 3, 1, p), (2, 0, 3, p - 9)) for p in (14, 11)),
+    ),
+    gathered=(((0, 0, 0x4800), (1, 7, 0x00D8), (0, 8, 0x0024)),),
+)
+
 # Eight codes of sign (bit 1) and outer level (bit 0), for sign 15 and exponent bit 8.
 _S40 = Layout(
     1,
@@ -65,8 +105,10 @@ _FP3 = Layout(
     3,
     (
         *(((w, 2, 1, 15 - 2 * f), (w, 0, 2, 7 - 2 * f)) for w in range(3) for f in range(4)),
-        *(((0, 2, 1, p), (1, 1, 1, p), (2, 0, 1, p)) for p in (14, 12, 10, 0)),
+        *(((3, 2, 1, p), (3, 0, 2, p - 8)) for p in (14, 12, 10)),
+        ((0, 2, 1, 0), (1, 1, 1, 0), (2, 0, 1, 0)),
     ),
+    gathered=(((0, 0, 0x5400), (1, 7, 0x00A8), (2, 8, 0x0054)),),
 )
 
 # Three plain bits a code: five whole codes a word, and a sixteenth from the three top bits.
@@ -192,8 +234,8 @@ _ALL = (
     _format("iq2_xxs", 256, 66, None, 256, "f16"),
     _format("mxfp4", 32, 17, _FP4, 32, "e8m0"),
     _format("hf_fp4_e2m1", 32, 16, _FP4, 32, "e8m0"),
-    _format("nvfp4", 64, 36, _FP4, 16, "e5m3"),
-    _format("rocmfp4", 32, 18, _FP4, 16, "e5m3"),
+    _format("nvfp4", 64, 36, _FP4_TWO, 16, "e5m3"),
+    _format("rocmfp4", 32, 18, _FP4_TWO, 16, "e5m3"),
     _format("rocmfp4_fast", 32, 17, _FP4, 32, "e5m3"),
     _format("rocmfp6", 32, 26, _PLAIN6, 16, "e5m3"),
     _format("rocmfp8", 32, 33, _plain(8), 32, "e5m3"),

@@ -362,7 +362,7 @@ def _words(xp: Any, fmt: Format, codes: Array) -> Array:
     lead = codes.shape[:-1]
     c = codes.reshape(*lead, -1, len(layout.fields), fmt.group_words, 2)
     words: list[Array] = [None] * layout.words
-    for f, runs in enumerate(layout.fields):
+    for f, runs in enumerate(layout.stored):
         for half in (0, 1):
             code = _u32(xp, c[..., f, :, half])
             for w, low, n, pos in runs:
@@ -713,7 +713,7 @@ def _codes(q: QuantArray, fmt: Format) -> Array:
     words = jax.lax.bitcast_convert_type(q.codes, jnp.uint32)
     words = words.reshape(*words.shape[:-1], -1, layout.words, fmt.group_words)
     fields = []
-    for runs in layout.fields:
+    for runs in layout.stored:
         halves = []
         for half in (0, 1):
             code = jnp.zeros((), jnp.uint32)

@@ -166,9 +166,9 @@ def launch_inputs(
         raise NotImplementedError(f"qkv: the kernel takes bfloat16 rows, not {raw.dtype}")
     t, dim = p.kv.shape[1:]
     operands = {
-        "layers": jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(ring_layer, jnp.int32)]),
-        "slot": slot_T, "pos": pos_T, "cs": cs_TR, "q": p.q, "kv": p.kv, "q_norm": q_norm,
-        "kv_norm": kv_norm, "raw": raw,
+        "layer": ring.scalar(layer), "ring_layer": ring.scalar(ring_layer), "slot": slot_T,
+        "pos": pos_T, "cs": cs_TR, "q": p.q, "kv": p.kv, "q_norm": q_norm, "kv_norm": kv_norm,
+        "raw": raw,
     }  # fmt: skip
     of = jax.ShapeDtypeStruct
     shapes = {"q_out": of((t, p.q.shape[2]), jnp.bfloat16)}
@@ -230,7 +230,7 @@ def _inputs_kernel(
 ) -> None:  # fmt: skip
     refs = dict(zip(names, all_refs, strict=True))
     part, t = pl.program_id(0), pl.program_id(1)
-    layer, ring_layer = (plgpu.load(refs["layers"].at[jnp.int32(i)]) for i in (0, 1))
+    layer, ring_layer = (plgpu.load(refs[k].at[jnp.int32(0)]) for k in ("layer", "ring_layer"))
     pos = plgpu.load(refs["pos"].at[t])
 
     def normed(name: str) -> list[Array]:

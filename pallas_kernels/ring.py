@@ -50,12 +50,16 @@ def read_window(
 def write(
     ring: Array, layer: int | Array, slot_T: Array, pos_T: Array, rows_T: Array, keep_T: Array
 ) -> Array:
-    """Store each row at its position; rows with keep False go to the trash slot.
+    """Store each row at its position; rows with keep False go nowhere.
 
     Kept rows must be distinct in (slot, pos mod R).
     """
-    slot = jnp.where(keep_T, slot_T, ring.shape[1] - 1)
-    return ring.at[layer, slot, pos_T % ring.shape[2]].set(rows_T.astype(ring.dtype))
+    # Every row has a place of its own, those that go nowhere outside: a GPU need not take turns.
+    nowhere = ring.shape[1] + jnp.arange(slot_T.shape[0], dtype=slot_T.dtype)
+    slot = jnp.where(keep_T, slot_T, nowhere)
+    return ring.at[layer, slot, pos_T % ring.shape[2]].set(
+        rows_T.astype(ring.dtype), mode="drop", unique_indices=True
+    )
 
 
 def page_rows(table: Array, slot: Array, row: Array, rows_per_page: int) -> Array:

@@ -113,7 +113,7 @@ def select(
         gate_STE: products with the gate in parts, float32. shared: those of the shared expert.
         bias_LE: float32 stack of selection biases, or None. table_LVK: int32 stack of tables of
             hash layers, or None; K >= top_k. layer: which of L.
-        token_T: int32. live_T: bool; rows that are not live get the number -1.
+        token_T: int32. live_T: bool, or int32 and not 0; rows that are not live get the number -1.
         top_k, scaling, normalise: as of `route`.
 
     Returns: ids_TK int32, weights_TK float32, h_TF bfloat16.
@@ -129,7 +129,7 @@ def select(
             token_T=token_T, top_k=top_k, scaling=scaling, normalise=normalise,
         )  # fmt: skip
         h = _activated(jnp.sum(shared.gate, axis=0), jnp.sum(shared.up, axis=0), shared.limit)
-        return jnp.where(live_T[:, None], ids, -1), weights, h.astype(jnp.bfloat16)
+        return jnp.where(live_T.astype(bool)[:, None], ids, -1), weights, h.astype(jnp.bfloat16)
     interpret = backend_lib.target(backend) == "interpret"
     return launch(
         gate_STE, shared, bias_LE, table_LVK, token_T, live_T, layer, top_k, scaling, normalise,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import pytest
 
 from pallas_kernels import cached_attention as op
 from pallas_kernels import indexer
+from tests import little_effort
 
 HEADS, DIM, ROPE, WINDOW, RING, SLOTS, PAGES = 20, 48, 16, 100, 112, 4, 90
 TOP_K = 70
@@ -123,7 +123,7 @@ def _program(backend: Any, tile: op.Tile | None) -> Any:
             tile=tile,
         )[0]  # fmt: skip
 
-    return jax.jit(run)
+    return little_effort.jit(run)
 
 
 def attend(c: Case, tile: op.Tile | None = TILE, backend: str = "interpret") -> Any:

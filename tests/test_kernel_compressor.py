@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import pytest
 
 from pallas_kernels import compressed_rows as op
 from pallas_kernels import compressor
+from tests import little_effort
 
 DIMS = {4: (48, 32), 128: (48,)}
 """Widths of the compressors of a layer."""
@@ -115,7 +115,7 @@ def _program(ratio: int, chunk: bool, backend: Any) -> Any:
             backend=backend,
         )  # fmt: skip
 
-    return jax.jit(run)
+    return little_effort.jit(run)
 
 
 def update(c: Case, ratio: int, *, chunk: bool = False, backend: str = "interpret") -> Any:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from pallas_kernels import dense, packing
+from tests import little_effort
 
 
 def close(got: Any, want: npt.NDArray[np.float64], tolerance: float) -> None:
@@ -109,7 +110,7 @@ def test_emulated_kernel_against_the_reference(name: str, cols: int, splits: int
         w = weights(name, (2, 64, cols))
     x = jnp.asarray(rows(24, cols), jnp.bfloat16)
     want = np.asarray(dense.dense(x, w, layer=1, backend="reference", out_dtype=jnp.float32))
-    run = jax.jit(
+    run = little_effort.jit(
         lambda x: dense.dense(
             x, w, layer=1, backend="interpret", out_dtype=jnp.float32, tile=TILE, splits=splits
         )
@@ -135,13 +136,31 @@ def test_emulated_kernel_misses_nothing() -> None:
     """One code, or one scale, changed anywhere must show."""
     w = weights("rocmfp4", (64, 256))
     x = jnp.ones((1, 256), jnp.bfloat16)
-    run = jax.jit(lambda w: dense.dense(x, w, backend="interpret", tile=TILE))
+    run = little_effort.jit(
+        lambda w: dense.dense(x, w, backend="interpret", out_dtype=jnp.float32, tile=TILE)
+    )
     before = np.asarray(run(w))
     for field, at in (("codes", (63, 31)), ("codes", (0, 0)), ("scales", (3, 63))):
         array = getattr(w, field)
-        changed = dataclasses.replace(w, **{field: array.at[at].set(array[at] ^ 0x40404040)})
+        changed = dataclasses.replace(w, **{field: array.at[at].set(array[at] ^ 0x40)})
         rows_changed = np.flatnonzero((np.asarray(run(changed)) != before)[0])
         assert rows_changed.tolist() == [at[0] if field == "codes" else at[1]]
+
+
+def test_live_rows_keep_their_bits_where_the_others_are_left_out() -> None:
+    q = weights("rocmfp4", (64, 256))
+    x = jnp.asarray(rows(40, 256) * 0.05, jnp.bfloat16)
+    tile = dense.Tile(rows=16, dots=1)
+
+    @little_effort.jit
+    def run(x: Any, live: Any) -> Any:
+        return dense.dense(x, q, live=live, backend="interpret", tile=tile)
+
+    whole = np.asarray(run(x, jnp.int32(40)), np.float32)
+    few = np.asarray(run(x, jnp.int32(17)), np.float32)
+    np.testing.assert_array_equal(few[:17], whole[:17])
+    # The third tile of 16 rows was not computed.
+    assert not np.array_equal(few[32:], whole[32:])
 
 
 def test_grouped_products() -> None:

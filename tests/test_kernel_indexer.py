@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import pytest
 
 from pallas_kernels import indexer
 from pallas_kernels import row_selection as op
+from tests import little_effort
 
 HEADS, DIM, SLOTS, PAGES, TOP_K = 20, 48, 4, 90, 24
 TILE = op.Tile(part=256)
@@ -73,7 +73,7 @@ def best(score: npt.NDArray[Any], top_k: int) -> npt.NDArray[np.int32]:
 
 @functools.cache
 def _program(backend: Any, tile: op.Tile | None) -> Any:
-    return jax.jit(
+    return little_effort.jit(
         lambda c: op.select(
             c.q, c.weight, c.keys, 1, c.table, c.slot, c.visible, top_k=TOP_K, backend=backend,
             tile=tile,
@@ -138,7 +138,7 @@ def test_few_rows_and_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def _pick(part: int, top_k: int) -> Any:
-    return jax.jit(lambda s, v: op.pick(s, v, top_k, part, 4, interpret=True))
+    return little_effort.jit(lambda s, v: op.pick(s, v, top_k, part, 4, interpret=True))
 
 
 SPECIAL = np.asarray([0.0, 1.0, -1.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38, -3e38], np.float32)

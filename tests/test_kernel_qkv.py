@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import qkv, rope
+from tests import little_effort
 from tests.test_kernel_streams import normal
 
 T, L, Q, D, R, RING = 18, 2, 32, 32, 16, 24
@@ -35,7 +35,7 @@ def rows(p: qkv.Projected, at: Any) -> qkv.Projected:
     return qkv.Projected(p.q[:, at], p.kv[:, at], compress, p.weight[:, at])
 
 
-@functools.partial(jax.jit, static_argnames=("keep", "backend"))
+@functools.partial(little_effort.jit, static_argnames=("keep", "backend"))
 def run(at: Any, keep: bool, backend: Any) -> tuple[Any, ...]:
     """All results, row by row but for the ring."""
     got = qkv.inputs(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import router
+from tests import little_effort
 from tests.test_kernel_streams import normal
 
 T, E, F, K = 18, 16, 64, 5
@@ -23,7 +23,7 @@ TOKEN = jnp.asarray(rng.integers(0, 50, T), jnp.int32)
 LIVE = jnp.asarray(rng.random(T) < 0.8).at[3].set(True)
 
 
-@functools.partial(jax.jit, static_argnames=("hashed", "backend"))
+@functools.partial(little_effort.jit, static_argnames=("hashed", "backend"))
 def run(at: Any, hashed: bool, backend: Any) -> tuple[Any, ...]:
     """Numbers, weights, activation."""
     shared = SHARED._replace(gate=SHARED.gate[:, at], up=SHARED.up[:, at])

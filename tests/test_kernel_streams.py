@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hyper, norm, streams
+from tests import little_effort
 
 T, N, D, L, P = 19, 2, 64, 2, 3
 OUT = (2 + N) * N
@@ -37,7 +38,7 @@ FN, SCALE, BASE, NORM = (
 )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames="backend")
+@functools.partial(little_effort.jit, static_argnames="backend")
 def both(p: streams.Pending, fn: Any, backend: Any) -> tuple[Any, ...]:
     """Everything that the two kernels make."""
     x, mixed = streams.mix(p, fn, layer=1, backend=backend)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ds4jax import functional, tensors
 from ds4jax import params as params_lib
 from ds4jax.config import ModelConfig, RuntimeConfig
+from tests import little_effort
 
 
 def config(ratios: tuple[int, ...] = (0, 4, 128, 4), **kwargs: Any) -> ModelConfig:
@@ -78,6 +78,6 @@ CAPTURED = ("L1.index_ids", "L2.streams_out", "L3.router_weights")
 @functools.cache
 def prefill() -> Any:
     """`functional.prefill` of the default model, jitted once for all modules: 24 tokens, please."""
-    return jax.jit(
+    return little_effort.jit(
         functools.partial(functional.prefill, cfg=config(), run=SERVED, capture=CAPTURED)
     )

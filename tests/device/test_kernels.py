@@ -38,13 +38,15 @@ def error(got: Any, want: Any) -> float:
     return float(np.max(np.linalg.norm(g - w, axis=-1) / np.linalg.norm(w, axis=-1)))
 
 
-def dense_tiles() -> list[dense.Tile]:
+def dense_tiles(name: str) -> list[dense.Tile]:
     """Ways of cutting the work that must not show in the result."""
     tiles = [dense.Tile(rows=r, num_warps=w) for r, w in ((16, 1), (32, 1), (32, 2), (64, 4))]
     tiles += [dense.Tile(unroll=2, dots=1, num_stages=2), dense.Tile(dots=1)]
     tiles += [dense.Tile(num_stages=1)]
     if backend.platform() == "cuda":
         tiles += [dense.Tile(dot_rows=64, dots=1), dense.Tile(rows=128, dot_rows=128, dots=1)]
+        if dense.default_tile(name, 256, 256, "cuda").dot_rows == 256:
+            tiles += [dense.Tile(rows=128, dot_rows=256, dots=1, num_warps=8)]
     return tiles
 
 
@@ -63,7 +65,7 @@ def test_dense(name: str) -> None:
     for rows in (1, 8, 16, 17, 64, 128):
         at = np.random.default_rng(rows).permutation(256)[:rows]
         np.testing.assert_array_equal(run(x[at]), whole[at], err_msg=f"{rows} rows")
-    for i, tile in enumerate(dense_tiles()):
+    for i, tile in enumerate(dense_tiles(name)):
         # Four products of 16 rows take long to compile: not with every tile.
         for rows in (3, 200) if tile.dots == 1 or i == 1 else (3,):
             np.testing.assert_array_equal(run(x[:rows], tile), whole[:rows], err_msg=str(tile))
