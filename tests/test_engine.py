@@ -348,16 +348,18 @@ def test_too_many_rows_are_refused(engine: DeviceExecutor) -> None:
 
 def test_the_switch_that_breaks_row_independence_is_seen(engine: DeviceExecutor) -> None:
     """The comparisons above can fail: rows computed together, in programs of two sizes."""
-    cfg, params = tiny.model()
+    cfg = tiny.config((4,))
+    params = tiny.params(cfg)
+    right = DeviceExecutor(cfg, params, tiny.run_config(prefill_buckets=(8,)))
     run = tiny.run_config(num_slots=9, row_buckets=(8, 16), prefill_buckets=(16,))
     broken = DeviceExecutor(cfg, params, run, batched=True)
     spec = make(21, 20)
-    alone, exact = generate(broken, spec), generate(engine, spec)
+    alone, exact = generate(broken, spec), generate(right, spec)
     assert [t.logprob for t in alone] != [t.logprob for t in exact]
     error = max(abs(a.logprob - b.logprob) for a, b in zip(alone[:4], exact[:4], strict=True))  # type: ignore[operator]
     assert error < 1e-3
     others = [make(5 + n, 60, seed=n) for n in range(8)]
     assert beside(broken, spec, others) != alone, "the number of lanes is not seen"
     assert qualify.difference(broken) is not None and qualify.difference(engine) is None
+    right.close()
     broken.close()
-    jax.clear_caches()

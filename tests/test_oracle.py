@@ -24,12 +24,17 @@ from ds4jax.config import CpuWeights, ModelConfig, Numerics, RuntimeConfig
 from ds4jax.evaluate import Evaluator, split
 from ds4jax.params import Params
 from pallas_kernels import hyper, rope, rounding
-from tests import tiny
+from tests import little_effort
 from tests.conftest import DATA
 
 F32 = npt.NDArray[np.float32]
 ORACLE = DATA / "oracle"
 MODELS = ("w16", "w128")
+
+QUICK_STEP = little_effort.jit(
+    evaluate._step.__wrapped__, static_argnames=("cfg", "run", "bucket"), donate_argnums=1
+)
+"""For forms of the model whose bits nothing else is compared with."""
 
 SPLITS = {
     "7, then one at a time": {"stepwise": 7},
@@ -112,9 +117,8 @@ def test_the_comparison_sees_a_wrong_token_far_back(name: str) -> None:
 
 
 def test_losses_are_those_of_the_logits() -> None:
-    cfg, params = tiny.model()
-    e = Evaluator(cfg, params, tiny.run_config(num_slots=1))
-    ids = np.random.default_rng(0).integers(0, cfg.vocab_size, 300)
+    e = evaluator("w16")
+    ids = np.random.default_rng(0).integers(0, e.cfg.vocab_size, 300)
     rows = logits(e, ids, [3, 297]).astype(np.float64)
     top = rows.max(-1)
     total = np.log(np.exp(rows - top[:, None]).sum(-1)) + top
@@ -135,7 +139,10 @@ def test_losses_are_those_of_the_logits() -> None:
         pytest.param("w128", "official", 190, marks=pytest.mark.slow),
     ],
 )
-def test_numerics_profiles(name: str, numerics: Numerics, before: int) -> None:
+def test_numerics_profiles(
+    monkeypatch: pytest.MonkeyPatch, name: str, numerics: Numerics, before: int
+) -> None:
+    monkeypatch.setattr(evaluate, "_step", QUICK_STEP)
     key = {"kv-fp8": "logits_kv_fp8", "official": "logits_official_sim"}[numerics]
     expected = reference(name)[key]
     ids = reference(name)["token_ids"][: len(expected)]
@@ -176,12 +183,7 @@ def test_decoded_weights_of_a_file(name: str, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["model.MXFP4_MOE.gguf", "model.Q4_0_ROCMFP4.gguf"])
 def test_packed_weights(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
-    """Two files by programs that are compiled with little effort: they run twice."""
-    quick = jax.jit(
-        evaluate._step.__wrapped__, static_argnames=("cfg", "run", "bucket"), donate_argnums=1,
-        compiler_options={"xla_backend_optimization_level": 0},
-    )  # fmt: skip
-    monkeypatch.setattr(evaluate, "_step", quick)
+    monkeypatch.setattr(evaluate, "_step", QUICK_STEP)
     check_file("w16", file, "packed", 140)
 
 
@@ -215,7 +217,7 @@ def captured(name: str) -> dict[str, npt.NDArray[Any]]:
     count = max(int(layer[1:]) for layer in LAYER_KINDS[name]) + 1
     cfg, params = first_layers(e.cfg, e._params, count)
     run = RuntimeConfig(max_ctx=256, num_slots=1)
-    step = jax.jit(
+    step = little_effort.jit(
         functools.partial(functional.prefill, cfg=cfg, run=run, capture=frozenset(wanted))
     )
     tokens = jnp.asarray(reference(name)["token_ids"][:136])

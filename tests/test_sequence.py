@@ -14,7 +14,7 @@ import ds4jax
 from ds4jax import model, sequence
 from ds4jax.config import RuntimeConfig
 from pallas_kernels import indexer
-from tests import tiny
+from tests import little_effort, tiny
 
 RUN = RuntimeConfig(max_ctx=384, num_slots=1)
 
@@ -33,18 +33,12 @@ def served(tokens: jax.Array, run: RuntimeConfig = RUN) -> jax.Array:
     return server(run)(params, ds4jax.init(cfg, run), tokens)[1]
 
 
-def quick(fn: Any, *args: Any) -> Any:
-    """The function compiled with little effort for such arguments: it runs a few times only."""
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(fn).lower(*args).compile(compiler_options=options)
-
-
 @pytest.mark.parametrize("length", [24, pytest.param(261, marks=pytest.mark.slow)])
 def test_equals_the_serving_form(length: int) -> None:
     cfg, params = tiny.model()
     rng = np.random.default_rng(length)
     tokens = jnp.asarray(rng.integers(0, cfg.vocab_size, (2, length)), jnp.int32)
-    program = quick(lambda p, t: model.sequences(p, t, cfg=cfg, run=RUN), params, tokens)
+    program = little_effort.jit(lambda p, t: model.sequences(p, t, cfg=cfg, run=RUN))
     got, _ = program(params, tokens)
     for lane in range(2):
         want = served(tokens[lane])
@@ -90,7 +84,7 @@ def test_gradients_match_finite_differences() -> None:
         groups[layer] = ({**groups[layer][0], key: groups[layer][0][key] + by},)
         return p.replace(groups=tuple(groups))
 
-    program = quick(jax.value_and_grad(loss, allow_int=True), params)
+    program = little_effort.jit(jax.value_and_grad(loss, allow_int=True))
     _, grads = program(params)
     for layer, key in (
         (0, "attn.wkv"), (0, "attn.wq_a"), (0, "attn.compressor.wgate"), (1, "attn.compressor.ape"),
@@ -115,7 +109,7 @@ def test_the_indexer_learns_from_attention_alone() -> None:
         _, got = model.sequences(p, tokens, cfg=cfg, run=RUN, capture=names)
         return jnp.mean(got["L1.index_loss"])
 
-    program = quick(jax.value_and_grad(index_loss, allow_int=True), params)
+    program = little_effort.jit(jax.value_and_grad(index_loss, allow_int=True))
     before, grads = program(params)
     grads = jax.tree.map(np.asarray, grads)
     for layer, (weights,) in enumerate(grads.groups):
