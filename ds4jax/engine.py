@@ -98,14 +98,15 @@ class _Handle:
 
     def __init__(self, owner: DeviceExecutor, plan: StepPlan, array: Any, bucket: Bucket) -> None:
         self._owner, self._plan, self._array, self._bucket = owner, plan, array, bucket
-        self._wants = [owner.spec_of(x).sampling.top_logprobs for x in plan.lanes]
+        self._lanes = plan.lanes
+        self._wants = [owner.spec_of(x).sampling.top_logprobs for x in self._lanes]
         self._started = time.perf_counter()
         self._read = False
         array.copy_to_host_async()
 
     def names(self, slot: int) -> bool:
         """Whether the step has rows of this slot."""
-        return any(x.slot == slot for x in self._plan.lanes)
+        return any(x.slot == slot for x in self._lanes)
 
     def done(self) -> bool:
         """See `plan.StepHandle`."""
@@ -123,7 +124,7 @@ class _Handle:
             out.append(LaneResult(lane=plan.chunk.lane))
             rows = plan.chunk.stop - plan.chunk.start
         else:
-            for i, (lane, want) in enumerate(zip(plan.lanes, self._wants, strict=True)):
+            for i, (lane, want) in enumerate(zip(self._lanes, self._wants, strict=True)):
                 token, finite = step.read_results(words[i], want)
                 out.append(LaneResult(lane=lane, tokens=(token,) if finite else (), finite=finite))
             chunk = plan.chunk
@@ -467,8 +468,9 @@ class DeviceExecutor:
     def step(self, plan: StepPlan) -> _Handle:
         """See `plan.Executor`."""
         plan_lib.validate_plan(plan, self._limits)
-        for ref in plan.lanes:
-            if self._lane(ref).suspended:
+        lanes = [self._lane(ref) for ref in plan.lanes]
+        for ref, lane in zip(plan.lanes, lanes, strict=True):
+            if lane.suspended:
                 raise PlanError(f"{ref} is suspended")
         if plan.chunk is None:
             rows, sizes = [self._decode_rows(r) for r in plan.decode], self.run.row_buckets
@@ -478,24 +480,22 @@ class DeviceExecutor:
         size = next((t for t in sizes if t >= count), None)
         if size is None:
             raise PlanError(f"{count} rows do not fit the largest bucket, {sizes[-1]} rows")
-        bucket = self._bucket(size, self._sampler(plan), prefill=plan.chunk is not None)
+        bucket = self._bucket(size, self._sampler(lanes), prefill=plan.chunk is not None)
         words = step.pack_plan(bucket, rows, self.run.num_slots)
         program = self._step_program(bucket)
         self._cache, results = program(self._params, self._cache, self._lane_params, words)
-        for row, ref in zip(rows, plan.lanes, strict=True):
-            lane = self._lanes[ref.slot]
+        for row, lane in zip(rows, lanes, strict=True):
             lane.length += row.count
             lane.decoding = plan.chunk is None or plan.chunk.last
-            self._pages.advance(ref.slot, lane.length, decoding=lane.decoding)
+            self._pages.advance(row.slot, lane.length, decoding=lane.decoding)
         handle = _Handle(self, plan, results, bucket)
         self._in_flight.append(handle)
         return handle
 
-    def _sampler(self, plan: StepPlan) -> Sampler:
+    def _sampler(self, lanes: Sequence[_Lane]) -> Sampler:
         if "greedy" not in self.run.samplers:
             return "full"
-        plain = all(_plain_greedy(self._lane(x).spec) for x in plan.lanes)
-        return "greedy" if plain else "full"
+        return "greedy" if all(_plain_greedy(lane.spec) for lane in lanes) else "full"
 
     def _decode_rows(self, row: DecodeRow) -> LaneRows:
         lane = self._lane(row.lane)

@@ -143,6 +143,8 @@ class PageAllocator:
         Returns: pages lacking; above 0 nothing was changed.
         """
         chosen = list(slots)
+        if rows <= PAGE_TOKENS and not self._need(chosen, PAGE_TOKENS):
+            return 0  # as nearly always: headroom is there already
         lacking = self._need(chosen, rows) - self.free
         if lacking > 0:
             return lacking

@@ -139,7 +139,8 @@ class Stream:
     Args:
         max_events, max_bytes: at either, `full` is true and the lane should be suspended; an event
             that is put nevertheless (its step was in flight) is kept.
-        notify: called after every put, from the putting thread; must not block.
+        notify: called after every put, from the putting thread; must not block. Waking another
+            thread costs that one dear: it should wait for `Scheduler`'s `deliver`.
     """
 
     def __init__(
@@ -192,14 +193,12 @@ class Stream:
     @property
     def full(self) -> bool:
         """Whether the consumer is too far behind."""
-        with self._lock:
-            return self._is_full()
+        return self._is_full()  # without the lock: it may be otherwise a moment later anyway
 
     @property
     def below_half(self) -> bool:
         """Whether a suspended lane may go on."""
-        with self._lock:
-            return self._below_half()
+        return self._below_half()
 
     @property
     def unread(self) -> int:

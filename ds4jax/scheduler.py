@@ -79,7 +79,7 @@ _RUNNING = (SlotState.RESERVED, SlotState.PREFILL, SlotState.DECODE, SlotState.S
 
 @dataclass(eq=False, kw_only=True)
 class _Lane:
-    """One candidate. `dispatched_*` count what plans have asked for, `outputs` what has arrived."""
+    """One candidate. `dispatched_known`: what plans have asked for, `outputs`: what has arrived."""
 
     request: Request
     spec: LaneSpec
@@ -88,7 +88,6 @@ class _Lane:
     ref: LaneRef | None = None
     in_flight: int = 0
     dispatched_known: int = 0
-    dispatched_out: int = 0
     outputs: list[int] = field(default_factory=list)
     known: int = 0  # tokens that prefill covers
     seated: LaneSpec | None = None  # as the executor has it: `spec`, or with tokens to replay
@@ -101,7 +100,10 @@ class _Lane:
 
     @property
     def wants_decode(self) -> bool:
-        return self.state is SlotState.DECODE and self.dispatched_out < self.spec.max_output_tokens
+        """Whether another step is due: each in flight gives a token, with drafts even more."""
+        if self.state is not SlotState.DECODE:
+            return False
+        return len(self.outputs) + self.in_flight < self.spec.max_output_tokens
 
 
 @dataclass(eq=False)
@@ -121,6 +123,9 @@ class Scheduler:
         clock: monotonic seconds.
         observer: called with every finished step's record.
         on_health: called with (healthy, reason) on every change.
+        deliver: called when streams may have new events: before every wait for a step, and at the
+            end of a turn. A reader that is in another thread is woken here, once for all events,
+            rather than by each of them.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         observer: Callable[[StepRecord], None] = lambda record: None,
         on_health: Callable[[bool, str], None] = lambda healthy, reason: None,
+        deliver: Callable[[], None] = lambda: None,
     ) -> None:
         self.executor = executor
         self.limits = executor.limits
@@ -140,6 +146,7 @@ class Scheduler:
         self._front = Front(self.settings.max_waiting)
         self._health = Health(self.settings.self_test_retry, clock, on_health)
         self._observer = observer
+        self._deliver = deliver
         self._open: dict[Request, int] = {}  # candidates not ended, per request
         self._lanes: dict[LaneRef, _Lane] = {}
         self._waiting: deque[_Lane] = deque()
@@ -251,6 +258,7 @@ class Scheduler:
         for lane in lanes:
             if not lane.test:  # the engine thread judges that one, when it gets to it
                 lane.request.stream.put(Failed(self.clock(), self._watchdog_error()))
+        self._deliver()
         return True
 
     def is_active(self, request: Request) -> bool:
@@ -313,11 +321,14 @@ class Scheduler:
             _LOG.exception("the executor failed between steps")
             self._device_failed(error)
             dispatched = False
+        self._deliver()
         now = self.clock()
-        if dispatched or c.steps > steps:
-            c.host_seconds += now - began - (c.wait_seconds + c.dispatch_seconds - elsewhere)
         self._publish(now)
-        return self._next_wake(now)
+        wake = self._next_wake(now)
+        if dispatched or c.steps > steps:
+            elsewhere = c.wait_seconds + c.dispatch_seconds - elsewhere
+            c.host_seconds += self.clock() - began - elsewhere
+        return wake
 
     def _work(self) -> bool:
         for action in self._front.commands():
@@ -349,6 +360,7 @@ class Scheduler:
         self._front.close(refusals.shutting_down)
         for request in self._front.requests():
             request.stream.put(Failed(self.clock(), refusals.shutting_down()))
+        self._deliver()
 
     def self_test(self) -> None:
         """Start-up test: one greedy token of a fixed prompt; its id is what later tests must give.
@@ -368,11 +380,12 @@ class Scheduler:
             self._health.judge(event)
 
     def _next_wake(self, now: float) -> float | None:
+        if self._in_flight or self._freed or self._front.has_commands:
+            return 0.0
         lanes = self._lanes.values()
         room = not lanes or any(x.state is SlotState.SUSPENDED and not x.in_flight for x in lanes)
         ready = room and any(not self._blocked(x) for x in self._parked)
         ready = ready and not self._health.needs_reset
-        ready = ready or self._freed or self._front.has_commands or bool(self._in_flight)
         if ready or self._prefill_lanes() or self._decode_lanes():
             return 0.0
         times = []
@@ -496,7 +509,6 @@ class Scheduler:
         if lane.snapshot is None:
             lane.known = len(lane.spec.prompt) + max(0, len(lane.outputs) - 1)
             lane.dispatched_known = 0
-            lane.dispatched_out = len(lane.outputs) - 1
         lane.snapshot, lane.seated = None, spec
         self._parked.remove(lane)
         self._seat(lane, ref, state)
@@ -512,21 +524,20 @@ class Scheduler:
                     return True
         return False
 
-    def _make_room(self) -> plan_lib.PlanLimits | None:
-        """Limits of the next decode step, parking the youngest lanes until its pages are there."""
-        while True:
-            rows = self._decode_lanes()
-            if not rows:
-                return None
+    def _make_room(self, rows: list[_Lane]) -> tuple[list[_Lane], int]:
+        """Lanes and drafts of a decode step, parking the youngest until its pages are there."""
+        while rows:
             limits = self.executor.plan_limits([lane.ref for lane in rows if lane.ref])
             if not limits.lacking:
-                return limits
+                return rows, limits.drafts
             if self._in_flight:  # results may end lanes, and a parked lane must be at rest
                 self._read_all()
                 self._free_retiring()
-                continue
-            held = [x for x in self._lanes.values() if x.state is SlotState.SUSPENDED]
-            self._park(max(held or rows, key=lambda x: x.order))
+            else:
+                held = [x for x in self._lanes.values() if x.state is SlotState.SUSPENDED]
+                self._park(max(held or rows, key=lambda x: x.order))
+            rows = self._decode_lanes()
+        return rows, 0
 
     # ---- planning ------------------------------------------------------------------------------
 
@@ -581,15 +592,12 @@ class Scheduler:
             if any(step.plan.chunk for step in self._in_flight):
                 return False  # chunks are long: a cancel must not wait for two of them
             return self._dispatch_chunk(prefill)
-        if not decode:
+        lanes, drafts = self._make_room(decode)
+        if not lanes:
             return False
-        limits = self._make_room()
-        if limits is None:
-            return False
-        lanes = self._decode_lanes()
         self._decode_credit -= 1
         rows = tuple(DecodeRow(lane.ref) for lane in lanes if lane.ref is not None)
-        return self._step(StepPlan(decode=rows, drafts=limits.drafts), lanes)
+        return self._step(StepPlan(decode=rows, drafts=drafts), lanes)
 
     def _dispatch_chunk(self, prefill: list[_Lane]) -> bool:
         later = [x for x in prefill if x.order > self._last_chunk_order]
@@ -624,13 +632,10 @@ class Scheduler:
         self._in_flight.append(_InFlight(handle, plan, tuple(lanes), before))
         for lane in lanes:
             lane.in_flight += 1
-            if plan.chunk is None:
-                lane.dispatched_out += 1
-            else:
+            if plan.chunk is not None:
                 lane.dispatched_known = plan.chunk.stop
                 if plan.chunk.last:
                     lane.state = SlotState.DECODE
-                    lane.dispatched_out += 1
         return True
 
     # ---- results -------------------------------------------------------------------------------
@@ -641,6 +646,7 @@ class Scheduler:
 
     def _read_oldest(self) -> None:
         step = self._in_flight[0]
+        self._deliver()
         before = self.clock()
         try:
             result = step.handle.result()
@@ -687,23 +693,20 @@ class Scheduler:
                 )
                 self._fail_lane(lane, error)
             return
-        kept, end = [], None
+        spec, count, end = lane.spec, 0, None
         for token in tokens:
             lane.outputs.append(token.token)
-            kept.append(token)
-            if token.token in lane.spec.stop_ids:
-                end = Ended(now, lane.spec.candidate, Finish.STOP, token.token)
-            elif len(lane.outputs) >= lane.spec.max_output_tokens:
-                end = Ended(now, lane.spec.candidate, Finish.LENGTH)
+            count += 1
+            if token.token in spec.stop_ids:
+                end = Ended(now, spec.candidate, Finish.STOP, token.token)
+            elif len(lane.outputs) >= spec.max_output_tokens:
+                end = Ended(now, spec.candidate, Finish.LENGTH)
             if end is not None:
                 break
-        lane.dispatched_out = max(lane.dispatched_out, len(lane.outputs))
-        self.counters.output_tokens += len(kept)
-        if not kept:  # drafts had filled the budget before this step
-            return
+        self.counters.output_tokens += count
         lane.request.stream.put(
             Tokens(
-                now, lane.spec.candidate, tuple(kept),
+                now, spec.candidate, tokens[:count],
                 result.proposed, result.verified, result.accepted,
             )
         )  # fmt: skip

@@ -175,6 +175,42 @@ def test_a_stop_id_ends_the_lane_and_the_surplus_step_is_dropped() -> None:
     assert bench.scheduler.counters.dropped_results == 1
 
 
+def test_no_step_is_dispatched_for_tokens_that_those_in_flight_give() -> None:
+    """With drafts the budget may be full long before as many steps as tokens were asked for."""
+    bench = Bench()
+    bench.executor.burst = 4
+    request = bench.submit(spec(5, 10))
+    bench.run()
+    sizes = [len(e.tokens) for e in drain(request) if isinstance(e, Tokens)]
+    assert sizes == [1, 4, 4, 1]
+    assert len(bench.executor.plans) == 4 and bench.scheduler.counters.dropped_results == 0
+
+
+def test_events_are_delivered_together_and_before_every_wait() -> None:
+    """One call for all lanes of a step, and none is left for the turn after it."""
+    bench = Bench(num_slots=4, num_pages=16)
+    told = {"pending": 0, "calls": 0}
+
+    def deliver() -> None:
+        told["calls"] += bool(told["pending"])
+        told["pending"] = 0
+
+    def notify() -> None:
+        told["pending"] += 1
+
+    def on_result() -> None:
+        assert not told["pending"]  # a step may take seconds
+        bench.clock.now += bench.step
+
+    bench.scheduler._deliver = deliver
+    bench.executor.on_result = on_result
+    for n in range(4):
+        bench.submit(spec(5, 60, seed=n), stream=Stream(1 << 30, 1 << 40, notify))
+    while bench.scheduler.turn() is not None:
+        assert not told["pending"]
+    assert told["calls"] <= bench.scheduler.counters.steps + 4
+
+
 @pytest.mark.parametrize("out", [0, 1])
 def test_tiny_budgets(out: int) -> None:
     bench = Bench()

@@ -9,13 +9,15 @@ import re
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from ds4jax_server.convert import Call, Converter
+from ds4jax_server.engine import Handover
 from ds4jax_server.pb import generation_pb2 as pb
 from ds4jax_server.pb import generation_pb2_grpc as pb_grpc
 from ds4jax_server.settings import ServedModel, ServerConfig
@@ -23,6 +25,7 @@ from google.protobuf import duration_pb2, struct_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from ds4jax import refusals
 from ds4jax.client import Options, build_chat, build_request
 from ds4jax.config import SamplingParams, StoppingCriteria
 from ds4jax.plan import LaneSpec
@@ -715,6 +718,47 @@ def test_an_answer_that_nobody_reads_is_given_up_after_its_end(
         assert 0 < len(got) < 1500 and got == whole[: len(got)]
         assert s.scheduler.counters.suspensions == 0
     assert not [r for r in caplog.records if r.exc_info]
+
+
+def test_a_failure_does_not_wait_for_a_client_that_does_not_read() -> None:
+    """Its lanes are gone; events that it has not been sent are in the way of the status."""
+    options = [("grpc.http2.lookahead_bytes", 1 << 14), ("grpc.http2.bdp_probe", 0)]
+    settings = quick(slow_client_grace=60.0)
+    with serving(fake(max_ctx=8192, num_pages=400), settings=settings, stream_events=64) as s:
+        request = Req(text="x", sampling=S(seed=2), output=O(token_ids=True, top_logprobs=20),
+                      stopping=St(max_output_tokens=8000, ignore_eos=True))  # fmt: skip
+        with grpc.insecure_channel(s.address, options=options) as channel:
+            deaf = pb_grpc.GenerationServiceStub(channel).Generate(request)
+            until(lambda: s.scheduler.counters.suspensions == 1)
+            began = time.monotonic()
+            s.scheduler.shut_down(refusals.shutting_down)
+            until(lambda: calls(s) == 0)
+            assert time.monotonic() - began < 5.0  # and not the grace of slow clients
+            found = failure(lambda: list(deaf))
+        assert (found["code"], found["reason"]) == ("UNAVAILABLE", "SHUTTING_DOWN")
+
+
+def test_many_events_are_one_message_to_the_loop() -> None:
+    posted: list[Callable[[], None]] = []
+    loop: Any = SimpleNamespace(call_soon_threadsafe=posted.append)
+    seen: list[str] = []
+    handover = Handover()
+    handover.add(lambda: seen.append("early"))
+    handover.flush()  # nobody is there yet
+    handover.open(loop)
+    handover.add(lambda: (seen.append("a"), handover.add(lambda: seen.append("later"))))
+    handover.flush()
+    handover.add(lambda: seen.append("b"))
+    handover.flush()
+    assert len(posted) == 1 and not seen
+    posted.pop()()
+    assert seen == ["early", "a", "b", "later"]
+    handover.flush()
+    assert not posted
+    handover.add(lambda: seen.append("c"))
+    handover.flush()
+    posted.pop()()
+    assert seen[-1] == "c"
 
 
 def test_a_slow_reader_gets_everything() -> None:

@@ -5,6 +5,7 @@ Only this thread touches the executor, and through it JAX. Everybody else submit
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -26,6 +27,40 @@ _LOG = logging.getLogger("ds4jax.server")
 
 class SelfTestFailed(RuntimeError):
     """The first token after loading was no token."""
+
+
+class Handover:
+    """Tells readers in the event loop that there are events for them, all of a turn at once.
+
+    To wake the loop is a system call, during which the loop takes the interpreter away from the
+    engine thread: one for each lane of a step took longer than everything else that a turn does.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: deque[Callable[[], None]] = deque()
+        self._posted = False
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Where the readers are."""
+        self._loop = loop
+
+    def add(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called in the loop after the next `flush`; from any thread."""
+        self._ready.append(wake)
+
+    def flush(self) -> None:
+        """Post what was added; from any thread."""
+        if not self._ready or self._posted or self._loop is None:
+            return
+        self._posted = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+            self._loop.call_soon_threadsafe(self._wake_all)
+
+    def _wake_all(self) -> None:
+        self._posted = False  # first: what is added from now on may need another post
+        while self._ready:
+            self._ready.popleft()()
 
 
 class Engine:
@@ -60,13 +95,15 @@ class Engine:
         self._drained = False
         self._profile: deque[StepRecord] | None = None
         self._profile_dropped = 0
+        self.handover = Handover()
         self.loaded = threading.Event()
         self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds4jax-engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="ds4jax-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin loading."""
+        """Begin loading; called in the event loop that serves."""
+        self.handover.open(asyncio.get_running_loop())
         self._thread.start()
         self._watchdog.start()
 
@@ -183,8 +220,9 @@ class Engine:
         self._executor, self._model = executor, model
         self._report("self-test", 1.0)
         scheduler = Scheduler(
-            executor, self.config.scheduler, observer=self._step, on_health=self._health_changed
-        )
+            executor, self.config.scheduler, observer=self._step, on_health=self._health_changed,
+            deliver=self.handover.flush,
+        )  # fmt: skip
         try:
             scheduler.self_test()
         except ServiceError as error:

@@ -33,6 +33,8 @@ _PHASES = {
 
 ECHO_CHARACTERS = 1 << 16
 """Of an echoed prompt in one message."""
+FAILED_SECONDS = 0.25
+"""For a client to take a message that it has not read when its request fails."""
 PENDING_BYTES = 1 << 18
 """A collected delta of this size goes out before its time."""
 
@@ -79,6 +81,7 @@ class Run:
         left = context.time_remaining()
         self.deadline: float | None = None if left is None else began + left
         self._pending: dict[int, Any] = {}
+        self._stream = Stream(config.stream_events, config.stream_bytes, self._notify)
         self._wake = asyncio.Event()
         self._signalled = False
         self._loop = asyncio.get_running_loop()
@@ -91,19 +94,16 @@ class Run:
     # ---- the engine's side ---------------------------------------------------------------------
 
     def _notify(self) -> None:
-        """Called by the engine thread after every event."""
-        if not self._signalled:
+        """Called by the engine thread after every event. A failure is told even when earlier
+        events have not been looked at yet: the call may wait for a client that does not read."""
+        if not self._signalled or self._stream.failure is not None:
             self._signalled = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-                self._loop.call_soon_threadsafe(self._wake_up)
+            self.engine.handover.add(self._wake_up)
 
     def _wake_up(self) -> None:
         self._wake.set()
-        request = self.request
-        blocked = self._task is not None and not self._task.done()
-        if blocked and request is not None and request.stream.failure is not None:
-            assert self._task is not None
-            self._task.cancel()  # the client does not read: do not wait for it
+        if self._task is not None and self._stream.failure is not None:
+            self._loop.call_later(FAILED_SECONDS, self._overdue, self._task)
 
     # ---- the call ------------------------------------------------------------------------------
 
@@ -120,8 +120,7 @@ class Run:
         ]  # fmt: skip
         request = Request(
             id=self.id, lanes=call.lanes, deadline=self.deadline,
-            time_limit=call.stopping.time_limit,
-            stream=Stream(self.config.stream_events, self.config.stream_bytes, self._notify),
+            time_limit=call.stopping.time_limit, stream=self._stream,
         )  # fmt: skip
         self.scheduler.submit(request)
         self.request = request
@@ -271,18 +270,18 @@ class Run:
         self._last_sent = time.monotonic()
         task = asyncio.ensure_future(self.context.write(message))
         self._task = task
-        patience = self._loop.call_later(self._patience, self._overdue, task)
+        failed = self._stream.failure is not None  # then only what was said before it is left
+        seconds = FAILED_SECONDS if failed else self._patience
+        patience = self._loop.call_later(seconds, self._overdue, task)
         try:
             await task
         except asyncio.CancelledError:
-            failure = self.request.stream.failure if self.request is not None else None
             if _being_cancelled():
                 raise
-            if failure is not None:
-                raise failure.error from None
-            if self._gave_up and self.request is not None:
-                unread = self.request.stream.unread
-                raise refusals.slow_client(unread, self._patience) from None
+            if self._stream.failure is not None:
+                raise self._stream.failure.error from None
+            if self._gave_up:
+                raise refusals.slow_client(self._stream.unread, self._patience) from None
             raise
         except Exception as error:  # of gRPC's own: the call is over
             raise ClientGone from error
@@ -294,7 +293,7 @@ class Run:
         """A write takes long. While lanes run the scheduler judges that, afterwards nobody else."""
         if task.done() or self.scheduler is None or self.request is None:
             return
-        if self.scheduler.is_active(self.request):
+        if self._stream.failure is None and self.scheduler.is_active(self.request):
             self._loop.call_later(self._patience, self._overdue, task)
         else:
             self._gave_up = True

@@ -86,10 +86,8 @@ class Metrics:
         self.prompt_tokens.labels("cached")
         for kind in ("reasoning", "content"):
             self.output_tokens.labels(kind)
-        for path in ("single", "batched"):
-            self.lanes.labels(path)
-        for phase in ("prefill", "decode"):
-            self.step.labels(phase)
+        self._lanes = {path: self.lanes.labels(path) for path in ("single", "batched")}
+        self._step = {phase: self.step.labels(phase) for phase in ("prefill", "decode")}
 
     def watch(self, engine: Engine) -> None:
         """Add what the engine counts itself."""
@@ -97,9 +95,9 @@ class Metrics:
 
     def on_step(self, record: StepRecord) -> None:
         """Observe one step; called in the engine thread."""
-        self.step.labels(record.phase).observe(record.seconds)
+        self._step[record.phase].observe(record.seconds)
         if record.phase == "decode":
-            self.lanes.labels("single" if record.lanes == 1 else "batched").observe(record.lanes)
+            self._lanes["single" if record.lanes == 1 else "batched"].observe(record.lanes)
 
     def serve(self, port: int, host: str) -> Callable[[], None]:
         """Show them at http://host:port/metrics; returns what ends it.
