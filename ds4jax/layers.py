@@ -338,10 +338,41 @@ def shared_expert(ctx: Context, x: Array, w: Weights, limit: Any) -> Array:
     return _linear(ctx, (norm.silu(g) * u).astype(ctx.dtype), w["ffn.shared_experts.w2"], F32)
 
 
-def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: Captured) -> Array:
+@struct.dataclass
+class Routed:
+    """Rows between the two halves of a layer: what the routed experts take, and what is kept."""
+
+    streams: Array  # [T, n, D], as attention left them
+    h: Array  # [T, D], normalised input of the experts
+    ids: Array  # int32 [T, K], -1 for padding rows
+    weights: Array  # float32 [T, K]
+    shared: Array  # float32 [T, D], output of the shared expert
+    post: Array  # maps that will write the output back
+    comb: Array
+
+
+def no_routes(ctx: Context, streams_TND: Array) -> Routed:
+    """Rows of which nothing but the streams is known yet; none of them is live."""
+    cfg, (t, n, d) = ctx.cfg, streams_TND.shape
+    k = ctx.run.num_experts_per_tok or cfg.num_experts_per_tok
+    return Routed(
+        streams=streams_TND, h=jnp.zeros((t, d), ctx.dtype), ids=jnp.full((t, k), -1, jnp.int32),
+        weights=jnp.zeros((t, k), F32), shared=jnp.zeros((t, d), F32),
+        post=jnp.zeros((t, n), F32), comb=jnp.zeros((t, n, n), F32),
+    )  # fmt: skip
+
+
+def _routed(
+    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, rows: Rows, cap: Captured
+) -> Routed:
+    """Read the experts' input from the streams and choose the experts of every row."""
     cfg = ctx.cfg
+    x, post, comb = _hyper_read(ctx, streams_TND, w, "ffn")
+    for name, value in (("pre", x), ("post", post), ("comb", comb)):
+        cap.add(f"ffn_hc_{name}", value)
+    h = norm.rms_norm(x, w["ffn_norm"], eps=cfg.rms_norm_eps)
     ids, weights = router.route(
-        x,
+        h,
         w["ffn.gate"],
         bias_E=w.get("ffn.gate.bias"),
         table_VK=w["ffn.gate.tid2eid"] if info.is_hash else None,
@@ -352,25 +383,48 @@ def _moe(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows, cap: C
     )
     cap.add("router_ids", ids)
     cap.add("router_weights", weights)
+    shared = shared_expert(ctx, h, w, _limit(cfg.shared_swiglu_limits, info.layer))
+    ids = jnp.where(rows.live[:, None], ids, -1)
+    return Routed(streams_TND, h, ids, weights, shared, post, comb)
+
+
+def routed_experts(ctx: Context, info: LayerInfo, w: Weights, r: Routed) -> Array:
+    """Output of the routed experts, float32 [T, D]; a row's bits do not depend on the others."""
+    stacks = (w["ffn.experts.w1"], w["ffn.experts.w3"], w["ffn.experts.w2"])
+    limit = _limit(ctx.cfg.swiglu_limits, info.layer)
     if ctx.sequence_len:
-        y = linear.grouped_experts(
-            x, ids, weights, w["ffn.experts.w1"], w["ffn.experts.w3"], w["ffn.experts.w2"],
-            limit=_limit(cfg.swiglu_limits, info.layer),
-        )  # fmt: skip
-        y = y + shared_expert(ctx, x, w, _limit(cfg.shared_swiglu_limits, info.layer))
-        return y.astype(ctx.dtype)
-    y = linear.routed_experts(
-        x,
-        jnp.where(rows.live[:, None], ids, -1),
-        weights,
-        w["ffn.experts.w1"],
-        w["ffn.experts.w3"],
-        w["ffn.experts.w2"],
-        first_expert=ctx.first_expert,
-        limit=_limit(cfg.swiglu_limits, info.layer),
+        return linear.grouped_experts(r.h, r.ids, r.weights, *stacks, limit=limit)
+    return linear.routed_experts(
+        r.h, r.ids, r.weights, *stacks, first_expert=ctx.first_expert, limit=limit
     )
-    y = y + shared_expert(ctx, x, w, _limit(cfg.shared_swiglu_limits, info.layer))
-    return y.astype(ctx.dtype)
+
+
+def first_half(
+    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, cache: Cache | None, rows: Rows
+) -> tuple[Routed, Cache | None, dict[str, Array]]:
+    """A layer up to its routed experts; arguments as of `layer`."""
+    cap = Captured(ctx.capture, f"L{info.layer}.")
+    with jax.named_scope("attention"):
+        x, post, comb = _hyper_read(ctx, streams_TND, w, "attn")
+        for name, value in (("pre", x), ("post", post), ("comb", comb)):
+            cap.add(f"attn_hc_{name}", value)
+        h = norm.rms_norm(x, w["attn_norm"], eps=ctx.cfg.rms_norm_eps)
+        y, cache = _attention(ctx, info, w, h, cache, rows, cap)
+        streams_TND = hyper.write(streams_TND, y, post, comb)
+    with jax.named_scope("experts"):
+        return _routed(ctx, info, w, streams_TND, rows, cap), cache, dict(cap)
+
+
+def second_half(
+    ctx: Context, info: LayerInfo, r: Routed, y_TD: Array
+) -> tuple[Array, dict[str, Array]]:
+    """The streams with the output of all experts, y_TD being that of the routed ones."""
+    cap = Captured(ctx.capture, f"L{info.layer}.")
+    y = (y_TD + r.shared).astype(ctx.dtype)
+    cap.add("ffn_out", y)
+    streams = hyper.write(r.streams, y, r.post, r.comb)
+    cap.add("streams_out", streams)
+    return streams, dict(cap)
 
 
 def layer(
@@ -386,21 +440,8 @@ def layer(
     Returns: streams, cache, captured activations [T, ...] by name.
     Source: architecture of DeepSeek-V4, whole model.
     """
-    eps = ctx.cfg.rms_norm_eps
-    cap = Captured(ctx.capture, f"L{info.layer}.")
-    with jax.named_scope("attention"):
-        x, post, comb = _hyper_read(ctx, streams_TND, w, "attn")
-        for name, value in (("pre", x), ("post", post), ("comb", comb)):
-            cap.add(f"attn_hc_{name}", value)
-        h = norm.rms_norm(x, w["attn_norm"], eps=eps)
-        y, cache = _attention(ctx, info, w, h, cache, rows, cap)
-        streams_TND = hyper.write(streams_TND, y, post, comb)
+    r, cache, captured = first_half(ctx, info, w, streams_TND, cache, rows)
     with jax.named_scope("experts"):
-        x, post, comb = _hyper_read(ctx, streams_TND, w, "ffn")
-        for name, value in (("pre", x), ("post", post), ("comb", comb)):
-            cap.add(f"ffn_hc_{name}", value)
-        y = _moe(ctx, info, w, norm.rms_norm(x, w["ffn_norm"], eps=eps), rows, cap)
-        cap.add("ffn_out", y)
-        streams_TND = hyper.write(streams_TND, y, post, comb)
-    cap.add("streams_out", streams_TND)
-    return streams_TND, cache, dict(cap)
+        y = routed_experts(ctx, info, w, r)
+        streams_TND, more = second_half(ctx, info, r, y)
+    return streams_TND, cache, captured | more

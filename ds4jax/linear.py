@@ -7,6 +7,7 @@ row. Packed weights are decoded where they are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +80,10 @@ def grouped_matmul(x_TGI: Array, w_NI: Any, *, out_dtype: Any) -> Array:
     return z.astype(out_dtype)
 
 
+Product = Callable[[Array, int, Array], Array]
+"""A row [1, K] times matrix 0 (gate), 1 (up) or 2 (down) of an expert; float32 [1, N]."""
+
+
 def routed_experts(
     x_TM: Array,
     ids_TK: Array,
@@ -90,7 +95,10 @@ def routed_experts(
     first_expert: int,
     limit: Any,
 ) -> Array:
-    """Sum over a row's experts of w2 (silu(min(g, limit)) * clip(u, limit) * weight), slot by slot.
+    """Sum over a row's experts of w2 (silu(min(g, limit)) * clip(u, limit) * weight).
+
+    Expert by expert, so that the rows of one expert find its weights in the processor's cache; a
+    row adds its experts up in ascending order, whatever the other rows take.
 
     Args:
         x_TM: compute dtype. ids_TK: int32 expert numbers, negative for padding rows.
@@ -102,47 +110,71 @@ def routed_experts(
     Returns: y_TM float32.
     Source: architecture of DeepSeek-V4, mixture of experts.
     """
-    owned, inner = (w1_EFM.stack if isinstance(w1_EFM, Stacked) else w1_EFM).shape[-3:-1]
+    stacks = (w1_EFM, w3_EFM, w2_EMF)
+    owned, inner = _plain_or_packed(w1_EFM).shape[-3:-1]
+    expert = ids_TK.reshape(-1) - first_expert
+    expert = jnp.where((expert >= 0) & (expert < owned), expert, owned)
+    order = jnp.argsort(expert)  # stable
+    live = jnp.sum(expert < owned, dtype=jnp.int32)
+    start, y = jnp.int32(0), jnp.zeros(x_TM.shape, F32)
 
-    def slot(j: Array, y: Array) -> Array:
-        t, k = j // ids_TK.shape[1], j % ids_TK.shape[1]
-        expert = ids_TK[t, k] - first_expert
-        x = lax.dynamic_slice_in_dim(x_TM, t, 1)
-        live = (expert >= 0) & (expert < owned)
-        e = jnp.clip(expert, 0, owned - 1)
+    def routes(first: Array, last: Array, y: Array, product: Product) -> Array:
+        """Add the routes first .. last - 1 of the order."""
 
-        def hidden() -> Array:
-            g, u = _expert_product(x, w1_EFM, e), _expert_product(x, w3_EFM, e)
-            h = norm.silu(jnp.minimum(g, limit)) * jnp.clip(u, -limit, limit) * weights_TK[t, k]
-            return h.astype(x_TM.dtype)
+        def route(i: Array, y: Array) -> Array:
+            j = order[i]
+            t, e = j // ids_TK.shape[1], expert[j]
+            x = lax.dynamic_slice_in_dim(x_TM, t, 1)
 
-        def add(h: Array) -> Array:
-            row = lax.dynamic_slice_in_dim(y, t, 1) + _expert_product(h, w2_EMF, e)
+            def hidden() -> Array:
+                g, u = product(x, 0, e), product(x, 1, e)
+                h = norm.silu(jnp.minimum(g, limit)) * jnp.clip(u, -limit, limit)
+                return (h * weights_TK.reshape(-1)[j]).astype(x_TM.dtype)
+
+            # A condition that always holds: what lies between two products is computed again for
+            # every output unless it is the result of a computation of its own.
+            h = lax.cond(e < owned, hidden, lambda: jnp.zeros((1, inner), x_TM.dtype))
+            row = lax.dynamic_slice_in_dim(y, t, 1) + product(h, 2, e)
             return lax.dynamic_update_slice_in_dim(y, row, t, 0)
 
-        # Two conditions, since what lies between two products is computed again for every output
-        # if it is not a result of its own.
-        h = lax.cond(live, hidden, lambda: jnp.zeros((1, inner), x_TM.dtype))
-        return lax.cond(live, lambda: add(h), lambda: y)
+        out: Array = lax.fori_loop(first, last, route, y)
+        return out
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(ids_TK.size), slot, jnp.zeros(x_TM.shape, F32))
+    if all(isinstance(_plain_or_packed(w), Array) for w in stacks):
+        return routes(start, live, y, lambda x, which, e: _expert_product(x, stacks[which], e))
+
+    def one_expert(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        i, y = carry
+        e = expert[order[i]]
+        w = [decoded(_expert(stack, e), x_TM.dtype) for stack in stacks]
+        last = i + jnp.sum(expert == e, dtype=jnp.int32)
+        return last, routes(i, last, y, lambda x, which, _: matmul(x, w[which], out_dtype=F32))
+
+    return lax.while_loop(lambda carry: carry[0] < live, one_expert, (start, y))[1]
+
+
+def _plain_or_packed(w: Any) -> Any:
+    return w.stack if isinstance(w, Stacked) else w
+
+
+def _expert(w: Any, expert: Array) -> Any:
+    """One expert's matrix out of a stack, or out of a stack of stacks; a copy."""
+    lead = (w.layer, expert) if isinstance(w, Stacked) else (expert,)
+    w = _plain_or_packed(w)
+    for i in lead:
+        w = w[i] if isinstance(w, Array) else packing.index(w, i)
+    return w
 
 
 def _expert_product(x_1K: Array, w_ENK: Any, expert: Array) -> Array:
-    """x @ w[expert]^T, float32 [1, N], without a copy of w[expert] where it is a plain array.
+    """x @ w[expert]^T, float32 [1, N], without a copy of w[expert], a plain array.
 
     XLA's CPU products read whole buffers only: a matrix chosen by number is copied first, which
     costs more than the product. Element-wise operations fuse with the slices they read, so K is cut
     into a few parts whose products are added element by element, and a sum over one part remains.
     """
-    w = w_ENK
-    lead: tuple[Array, ...] = (expert,)
-    if isinstance(w, Stacked):
-        w, lead = w.stack, (w.layer, expert)
-    if not isinstance(w, Array):
-        for i in lead:
-            w = packing.index(w, i)
-        return matmul(x_1K, w, out_dtype=F32)
+    lead = (w_ENK.layer, expert) if isinstance(w_ENK, Stacked) else (expert,)
+    w = _plain_or_packed(w_ENK)
     n, k = w.shape[-2:]
     parts = next(p for p in (8, 4, 2, 1) if k % p == 0 and (k // p >= 16 or p == 1))
     width = k // parts

@@ -2,7 +2,7 @@
 
 Prefill, decode and verification are one function, `forward`, over a ragged batch of rows (slot,
 position, token). On the reference backend each row passes through a layer alone, one after the
-other, in a loop whose trip count is the number of live rows: whatever the batch, a row meets the
+other, in loops whose trip count is the number of live rows: whatever the batch, a row meets the
 same operations with the same shapes, so its bits depend on its own lane only. Other backends run
 all rows at once through the kernels of `fused`. Nothing here jits or donates.
 """
@@ -102,30 +102,49 @@ def _one(tree: Any, t: Array) -> Any:
     return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, t, 1), tree)
 
 
-def _put(buffer: Array, t: Array, value: Array) -> Array:
-    return lax.dynamic_update_slice_in_dim(buffer, value, t, 0)
+def _put(tree: Any, t: Array, row: Any) -> Any:
+    return jax.tree.map(lambda a, v: lax.dynamic_update_slice_in_dim(a, v, t, 0), tree, row)
 
 
-LayerFn = Callable[[Array, Cache | None, Rows], tuple[Array, Any, dict[str, Array]]]
-
-
-def _row_loop(
-    fn: LayerFn, x: Array, cache: Cache, rows: Rows, num_rows: Array, captures: bool
+def _rows_alone(
+    ctx: Context, info: LayerInfo, w: Weights, x: Array, cache: Cache, rows: Rows, num_rows: Array
 ) -> tuple[Array, Cache, dict[str, Array]]:
-    """Run `fn` on one row at a time, in order, live rows only. `captures`: whether it gives any."""
-    t0 = jnp.int32(0)
-    shapes: Any = {}
-    if captures:  # tracing a layer takes a fifth of a second: not twice for nothing
-        shapes = jax.eval_shape(lambda: fn(_one(x, t0), cache, _one(rows, t0)))[2]
-    caps = {k: jnp.zeros((x.shape[0], *s.shape[1:]), s.dtype) for k, s in shapes.items()}
+    """A layer for one row at a time, live rows only, in three passes over the rows.
 
-    def body(t: Array, carry: tuple[Array, Cache, dict[str, Array]]) -> Any:
-        x, cache, caps = carry
-        y, cache, got = fn(_one(x, t), cache, _one(rows, t))
-        return _put(x, t, y), cache, {k: _put(caps[k], t, v) for k, v in got.items()}
+    The routed experts have a pass of their own, which takes the rows expert by expert. So a pass
+    reads weights that mostly stay in the processor's cache from one row to the next.
+    """
+    t0, count = jnp.int32(0), x.shape[0]
 
-    out: tuple[Array, Cache, dict[str, Array]] = lax.fori_loop(t0, num_rows, body, (x, cache, caps))
-    return out
+    def first(x: Array, cache: Cache, rows: Rows) -> tuple[layers.Routed, Any, dict[str, Array]]:
+        return layers.first_half(ctx, info, w, x, cache, rows)
+
+    def begin(t: Array, carry: Any) -> Any:
+        r, cache, caps = carry
+        row, cache, got = first(_one(r.streams, t), cache, _one(rows, t))
+        return _put(r, t, row), cache, _put(caps, t, got)
+
+    def end(t: Array, carry: Any) -> Any:
+        x, caps = carry
+        row, got = layers.second_half(ctx, info, _one(r, t), _one(y, t))
+        return _put(x, t, row), _put(caps, t, got)
+
+    def buffers(shapes: dict[str, Any]) -> dict[str, Array]:
+        return {k: jnp.zeros((count, *s.shape[1:]), s.dtype) for k, s in shapes.items()}
+
+    one = layers.no_routes(ctx, x)
+    shapes: tuple[Any, Any] = ({}, {})
+    if ctx.capture:  # tracing a layer takes a fifth of a second: not twice for nothing
+        shapes = jax.eval_shape(
+            lambda: (
+                first(_one(x, t0), cache, _one(rows, t0))[2],
+                layers.second_half(ctx, info, _one(one, t0), _one(one.shared, t0))[1],
+            )
+        )
+    r, cache, captured = lax.fori_loop(t0, num_rows, begin, (one, cache, buffers(shapes[0])))
+    y = layers.routed_experts(ctx, info, w, r)
+    x, more = lax.fori_loop(t0, num_rows, end, (r.streams, buffers(shapes[1])))
+    return x, cache, captured | more
 
 
 def _embed(ctx: Context, params: Params, token: Array) -> Array:
@@ -192,10 +211,10 @@ def forward(
         )
 
     def one_layer(info: LayerInfo, weights: Weights, x: Array, cache: Cache) -> Any:
-        fn = _layer_fn(ctx, info, weights)
+        w = _unpacked(ctx, weights)
         if rows_alone:
-            return _row_loop(fn, x, cache, rows, plan.num_rows, bool(capture))
-        return fn(x, cache, rows)
+            return _rows_alone(ctx, info, w, x, cache, rows, plan.num_rows)
+        return layers.layer(ctx, info, w, x, cache, rows)
 
     for group, units in zip(params.layout, params.groups, strict=True):
         x, cache, got = _run_group(ctx, group, units, one_layer, x, cache)
@@ -284,7 +303,7 @@ def _sequence_group(
 
     def layer_of(info: LayerInfo) -> Callable[..., tuple[Array, dict[str, Array]]]:
         def fn(x: Array, w: Weights) -> tuple[Array, dict[str, Array]]:
-            y, _, got = _layer_fn(own, info, w)(x, None, rows)
+            y, _, got = layers.layer(own, info, _unpacked(own, w), x, None, rows)
             return y, got
 
         return jax.checkpoint(fn) if remat else fn
@@ -359,17 +378,14 @@ def _entry(stack: Weights, index: int | Array, count: int) -> Weights:
     }
 
 
-def _layer_fn(ctx: Context, info: Any, weights: Mapping[str, Any]) -> LayerFn:
-    w = dict(weights)
-    if ctx.run.backend == "reference":
-        # Decode packed weights once per step; experts stay packed, only live ones are decoded.
-        w = {
-            k: v
-            if k.startswith("ffn.experts.")
-            else linear.decoded(v, params_lib.weight_dtype(k, ctx.dtype))
-            for k, v in w.items()
-        }
-    return lambda x, cache, rows: layers.layer(ctx, info, w, x, cache, rows)
+def _unpacked(ctx: Context, weights: Mapping[str, Any]) -> Weights:
+    """Packed weights decoded once per step; experts stay packed, only live ones are decoded."""
+    return {
+        k: v
+        if k.startswith("ffn.experts.")
+        else linear.decoded(v, params_lib.weight_dtype(k, ctx.dtype))
+        for k, v in weights.items()
+    }
 
 
 def _emit_logits(ctx: Context, params: Params, x: Array, plan: Plan, rows_alone: bool) -> Array:
