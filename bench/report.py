@@ -172,6 +172,7 @@ def server_counters(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict
         "compiles": int(delta("compiles_after_ready")),
         "host_syncs": int(delta("host_syncs")),
         "host_ms_per_step": 1e3 * delta("host_seconds") / steps if steps else None,
+        "host_cpu_ms_per_step": 1e3 * delta("host_cpu_seconds") / steps if steps else None,
         "dispatch_ms_per_step": 1e3 * delta("dispatch_seconds") / steps if steps else None,
     }
 

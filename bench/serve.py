@@ -517,6 +517,7 @@ def _say(cell: dict[str, Any]) -> None:
         f" ttft {number(cell['ttft_s']['median'], 3)} s, tpot"
         f" {number(cell['tpot_ms']['median'])} ms, host"
         f" {number(cell['server_counters']['host_ms_per_step'], 3)} ms/step"
+        f" ({number(cell['server_counters']['host_cpu_ms_per_step'], 3)} of CPU)"
         + ("" if cell["valid"] else f"  INVALID: {'; '.join(cell['invalid_reasons'])}"),
         file=sys.stderr,
     )

@@ -149,6 +149,7 @@ class Scheduler:
         self._deliver = deliver
         self._open: dict[Request, int] = {}  # candidates not ended, per request
         self._lanes: dict[LaneRef, _Lane] = {}
+        self._cpu_elsewhere = 0.0  # this thread's, in the executor
         self._waiting: deque[_Lane] = deque()
         self._parked: list[_Lane] = []
         self._in_flight: deque[_InFlight] = deque()
@@ -309,7 +310,7 @@ class Scheduler:
         Returns: seconds after which the next turn should come at the latest (0: at once), or None
         if only a command can bring new work.
         """
-        began = self.clock()
+        began, cpu = self.clock(), time.thread_time() - self._cpu_elsewhere
         c = self.counters
         elsewhere = c.wait_seconds + c.dispatch_seconds
         steps = c.steps
@@ -328,6 +329,7 @@ class Scheduler:
         if dispatched or c.steps > steps:
             elsewhere = c.wait_seconds + c.dispatch_seconds - elsewhere
             c.host_seconds += self.clock() - began - elsewhere
+            c.host_cpu_seconds += time.thread_time() - self._cpu_elsewhere - cpu
         return wake
 
     def _work(self) -> bool:
@@ -614,7 +616,7 @@ class Scheduler:
         return self._step(StepPlan(chunk=chunk), [lane])
 
     def _step(self, plan: StepPlan, lanes: list[_Lane]) -> bool:
-        before = self.clock()
+        before, cpu = self.clock(), time.thread_time()
         self._dispatching = (tuple(lanes), before)
         try:
             handle = self.executor.step(plan)
@@ -627,6 +629,7 @@ class Scheduler:
             return False
         finally:
             self._dispatching = None
+            self._cpu_elsewhere += time.thread_time() - cpu
         now = self.clock()
         self.counters.dispatch_seconds += now - before
         self._in_flight.append(_InFlight(handle, plan, tuple(lanes), before))
@@ -647,12 +650,14 @@ class Scheduler:
     def _read_oldest(self) -> None:
         step = self._in_flight[0]
         self._deliver()
-        before = self.clock()
+        before, cpu = self.clock(), time.thread_time()
         try:
             result = step.handle.result()
         except Exception as error:
             self._device_failed(error)
             return
+        finally:
+            self._cpu_elsewhere += time.thread_time() - cpu
         now = self.clock()
         self._in_flight.popleft()
         seconds = now - max(step.dispatched_at, self._last_done)

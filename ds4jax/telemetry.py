@@ -54,6 +54,7 @@ class Counters:
     wait_seconds: float = 0.0
     dispatch_seconds: float = 0.0  # in Executor.step
     host_seconds: float = 0.0  # the rest of the turns that did a step
+    host_cpu_seconds: float = 0.0  # the engine thread's part: without waits for a core
     dropped_results: int = 0
     preemptions: int = 0
     suspensions: int = 0

@@ -313,6 +313,9 @@ def test_throughput_rises_with_concurrency(tmp_path: Path) -> None:
     rates = [cells[n]["aggregate_tok_s"] for n in (1, 3, 6)]
     assert rates == sorted(rates)
     assert cells[6]["tpot_ms"]["median"] < 6 * cells[1]["tpot_ms"]["median"]
-    assert cells[6]["server_counters"]["host_ms_per_step"] < 1.0
+    # Work of the scheduler. On few cores its wall time has waits for a core in it: the model's
+    # own threads hold them while the next step runs.
+    assert 0.0 < cells[6]["server_counters"]["host_cpu_ms_per_step"] < 1.0
+    assert cells[6]["server_counters"]["host_ms_per_step"] < 2.0
     assert cells[1]["grpc_overhead_ms"]["p95"] < 2.0
     assert report.read(out)["identity"]["pass"]

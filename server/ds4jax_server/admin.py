@@ -26,8 +26,8 @@ MAX_RECORDS = 20_000
 _SAME = (
     "steps", "prefill_steps", "decode_steps", "rows_real", "rows_padded", "prefill_tokens",
     "output_tokens", "prefill_seconds", "decode_seconds", "wait_seconds", "dispatch_seconds",
-    "host_seconds", "preemptions", "suspensions", "slow_clients", "non_finite", "watchdog",
-    "device_errors", "self_tests", "requests", "spec_steps",
+    "host_seconds", "host_cpu_seconds", "preemptions", "suspensions", "slow_clients", "non_finite",
+    "watchdog", "device_errors", "self_tests", "requests", "spec_steps",
 )  # fmt: skip
 """Counters that have the same name on the wire."""
 

@@ -748,7 +748,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[GetStatusResponse.State, str]] = ..., model: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., status_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., lanes_total: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneStatus, _Mapping]]] = ..., requests_queued: _Optional[int] = ..., requests_active: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., counters: _Optional[_Union[StatusCounters, _Mapping]] = ..., last_decode_step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_prefill_step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., loading_stage: _Optional[str] = ..., loading_fraction: _Optional[float] = ..., configuration: _Optional[_Mapping[str, str]] = ..., memory_plan: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StatusCounters(_message.Message):
-    __slots__ = ("steps", "prefill_steps", "decode_steps", "rows_real", "rows_padded", "prefill_tokens", "output_tokens", "prefill_seconds", "decode_seconds", "wait_seconds", "dispatch_seconds", "host_seconds", "preemptions", "suspensions", "slow_clients", "non_finite", "watchdog", "device_errors", "self_tests", "requests", "drafts_proposed", "drafts_verified", "drafts_accepted", "spec_steps", "compiles", "compiles_after_ready", "compile_seconds", "host_syncs", "verified_at_depth", "accepted_at_depth")
+    __slots__ = ("steps", "prefill_steps", "decode_steps", "rows_real", "rows_padded", "prefill_tokens", "output_tokens", "prefill_seconds", "decode_seconds", "wait_seconds", "dispatch_seconds", "host_seconds", "preemptions", "suspensions", "slow_clients", "non_finite", "watchdog", "device_errors", "self_tests", "requests", "drafts_proposed", "drafts_verified", "drafts_accepted", "spec_steps", "compiles", "compiles_after_ready", "compile_seconds", "host_syncs", "verified_at_depth", "accepted_at_depth", "host_cpu_seconds")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -779,6 +779,7 @@ class StatusCounters(_message.Message):
     HOST_SYNCS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_AT_DEPTH_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_AT_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    HOST_CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     prefill_steps: int
     decode_steps: int
@@ -809,7 +810,8 @@ class StatusCounters(_message.Message):
     host_syncs: int
     verified_at_depth: _containers.RepeatedScalarFieldContainer[int]
     accepted_at_depth: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, steps: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., decode_steps: _Optional[int] = ..., rows_real: _Optional[int] = ..., rows_padded: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., dispatch_seconds: _Optional[float] = ..., host_seconds: _Optional[float] = ..., preemptions: _Optional[int] = ..., suspensions: _Optional[int] = ..., slow_clients: _Optional[int] = ..., non_finite: _Optional[int] = ..., watchdog: _Optional[int] = ..., device_errors: _Optional[int] = ..., self_tests: _Optional[int] = ..., requests: _Optional[int] = ..., drafts_proposed: _Optional[int] = ..., drafts_verified: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., spec_steps: _Optional[int] = ..., compiles: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., compile_seconds: _Optional[float] = ..., host_syncs: _Optional[int] = ..., verified_at_depth: _Optional[_Iterable[int]] = ..., accepted_at_depth: _Optional[_Iterable[int]] = ...) -> None: ...
+    host_cpu_seconds: float
+    def __init__(self, steps: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., decode_steps: _Optional[int] = ..., rows_real: _Optional[int] = ..., rows_padded: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., dispatch_seconds: _Optional[float] = ..., host_seconds: _Optional[float] = ..., preemptions: _Optional[int] = ..., suspensions: _Optional[int] = ..., slow_clients: _Optional[int] = ..., non_finite: _Optional[int] = ..., watchdog: _Optional[int] = ..., device_errors: _Optional[int] = ..., self_tests: _Optional[int] = ..., requests: _Optional[int] = ..., drafts_proposed: _Optional[int] = ..., drafts_verified: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., spec_steps: _Optional[int] = ..., compiles: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., compile_seconds: _Optional[float] = ..., host_syncs: _Optional[int] = ..., verified_at_depth: _Optional[_Iterable[int]] = ..., accepted_at_depth: _Optional[_Iterable[int]] = ..., host_cpu_seconds: _Optional[float] = ...) -> None: ...
 
 class LaneStatus(_message.Message):
     __slots__ = ("request_id", "candidate", "slot", "state", "prompt_tokens", "prefilled_tokens", "output_tokens")
