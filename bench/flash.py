@@ -120,10 +120,11 @@ def runtime(backend: Any, sizes: Sizes) -> RuntimeConfig:
 def planned(
     cfg: ModelConfig, run: RuntimeConfig, types: dict[tensors.TensorClass, str]
 ) -> dict[str, int]:
-    """Bytes of weights and of every array of the cache."""
+    """Bytes of weights, of every array of the cache, and of what filling an array takes."""
     tree = weights.abstract(cfg, run, synthetic.forms(cfg, run, types))
-    total = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
-    return {"weights": total} | cache_lib.plan_bytes(cfg, run)
+    sizes = [math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree)]
+    # The allocator may need a second place for the largest one.
+    return {"weights": sum(sizes), "filling": max(sizes)} | cache_lib.plan_bytes(cfg, run)
 
 
 def fitting(
