@@ -39,7 +39,7 @@ def test_dense_kernels(format: str, rows: int, arch: str) -> None:
 @pytest.mark.parametrize("arch", amd_isa.ARCHS)
 def test_expert_kernels(arch: str) -> None:
     kernels = amd_isa.expert_kernels("rocmfp2_s40", "rocmfp3", 8)
-    assert [k.name.split("_")[1] for k in kernels] == ["plan", "up", "down"]
+    assert [k.name.split("_")[1] for k in kernels] == ["up", "down"]
     for kernel in kernels:
         check(kernel, arch)
 
