@@ -88,7 +88,7 @@ def _mix(cfg: ModelConfig, rows: int) -> Case:
 
 def _read(cfg: ModelConfig, rows: int) -> Case:
     n, d = cfg.hc_mult, cfg.hidden_size
-    entries, chunks = (2 + n) * n, n * d // streams.CHUNK
+    entries, chunks = (2 + n) * n, d // streams.CHUNK
     mixed = _normal(1, rows, chunks, streams.COLUMNS) * chunks**-0.5
     squares = jnp.full((rows, chunks), n * d / chunks, jnp.float32)
     args = {

@@ -1,11 +1,9 @@
-"""Residual streams between two sublayers, in three kernels.
+"""Residual streams between two sublayers, in two kernels.
 
 `mix` writes the output of the last sublayer back to the streams, and multiplies what comes out with
-the map weights of the next one (in a kernel of its own: a compiler gives whatever leads to a matrix
-product the product's layout, which takes too many registers). `read` makes the maps (Sinkhorn
-included), the next sublayer's input and its normalisation of it. Between them lies one number per
-map entry and chunk of channels: a row is too long for one program, and its square sum is needed
-before anything can be read.
+the map weights of the next one. `read` makes the maps (Sinkhorn included), the next sublayer's
+input and its normalisation of it. Between them lies one number per map entry and chunk of channels:
+a row is too long for one program, and its square sum is needed before anything can be read.
 
 `hyper` is the definition. Here sums run over chunks of channels of one fixed size, in one fixed
 order, whatever the number of rows.
@@ -27,18 +25,16 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import backend as backend_lib
 from pallas_kernels import hyper, norm
 from pallas_kernels.backend import Backend
-from pallas_kernels.dense import DOT_ROWS, addends
-from pallas_kernels.dot import dot_onto
 from pallas_kernels.ring import grid_index
 
-CHUNK = 256
-"""Channels of a stream that are summed up together, at most; it decides the bits of the maps."""
+CHUNK = 128
+"""Channels of every stream that are summed up together, at most; they decide the maps' bits."""
 
-MAP_COLUMNS = 64
-"""Columns of the map weights in one product."""
+MIX_ROWS = 32
+"""Rows that one program of `mix` serves, at most: it reads the map weights once for them."""
 
-MAP_DOTS = 4
-"""Products of 16 rows that one program of `mix` serves, at most."""
+MIX_ENTRIES = 16
+"""Entries of the maps that one program of `mix` adds up."""
 
 COLUMNS = 32
 """Columns of a chunk in the result of `mix`: products with map weights, the square sum last."""
@@ -134,7 +130,8 @@ def _mix_reference(p: Pending, fn_OC: Array) -> tuple[Array, Array]:
         y = y + jnp.sum(parts, axis=0)
     old = p.streams_TC.reshape(t, n, -1)
     new = hyper.write(old, y.astype(old.dtype), p.post_TN, p.comb_TNN).reshape(t, -1)
-    f = new.astype(jnp.float32)
+    # What was stored, even where the compiler would rather go on with what was rounded.
+    f = lax.reduce_precision(new.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
     m = lax.dot_general(f, fn_OC, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     squares = jnp.sum(f * f, axis=-1, keepdims=True)
     wide = jnp.pad(m, ((0, 0), (0, COLUMNS - 1 - m.shape[1])))
@@ -235,7 +232,7 @@ def _read_reference(
 def launch_mix(
     p: Pending, fn_LOC: Array, layer: int | Array, target: backend_lib.Target
 ) -> tuple[Array, Array]:
-    """`mix` by its kernels: one writes, the next multiplies."""
+    """`mix` by its kernel."""
     (t, n), wide = p.post_TN.shape, p.streams_TC.shape[1]
     dim = wide // n
     size = min(dim & -dim, CHUNK)
@@ -244,55 +241,73 @@ def launch_mix(
             f"streams: the kernel takes bfloat16 streams of a multiple of 32 channels, not"
             f" {p.streams_TC.dtype} of {dim}"
         )
-    operands = {"streams": p.streams_TC, "post": p.post_TN, "comb": p.comb_TNN}
+    operands = {"layer": jnp.asarray(layer, jnp.int32).reshape(1), "fn": fn_LOC.astype(jnp.float32)}
+    operands |= {"streams": p.streams_TC, "post": p.post_TN, "comb": p.comb_TNN}
     operands |= {f"y{i}": a for i, a in enumerate(p.parts)}
     if p.ids_TP is not None:
         operands["ids"] = p.ids_TP
-    new, squares = backend_lib.pallas(
-        functools.partial(_mix_kernel, names=tuple(operands), n=n, dim=dim, parts=len(p.parts)),
+    rows = max(1, min(MIX_ROWS, t // 64))
+    new, mixed = backend_lib.pallas(
+        functools.partial(
+            _mix_kernel, names=tuple(operands), parts=len(p.parts), size=size, rows=rows
+        ),
         name="streams_mix",
-        grid=(dim // size, t),
+        grid=(dim // size, COLUMNS // MIX_ENTRIES, -(-t // rows)),
         out_shape=(
             jax.ShapeDtypeStruct(p.streams_TC.shape, p.streams_TC.dtype),
-            jax.ShapeDtypeStruct((t, wide // size), jnp.float32),
+            jax.ShapeDtypeStruct((t, dim // size * COLUMNS), jnp.float32),
         ),
         num_warps=2 if size == CHUNK else 1,
         num_stages=1,
         interpret=target == "interpret",
     )(*operands.values())
-    # More products beside the three addends of the weights than two spill on RDNA 3.
-    dots = min(2 if target == "rocm" else MAP_DOTS, -(-t // DOT_ROWS))
-    mixed = backend_lib.pallas(
-        functools.partial(_maps_kernel, size=size, dots=dots),
-        name="streams_maps",
-        grid=(wide // size, -(-t // (DOT_ROWS * dots))),
-        out_shape=jax.ShapeDtypeStruct((t, wide // size * COLUMNS), jnp.float32),
-        num_warps=2,
-        num_stages=1 if target == "rocm" else 3,
-        interpret=target == "interpret",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), new, squares, fn_LOC.astype(jnp.float32))
     return new, mixed
 
 
-def _mix_kernel(*refs: Any, names: tuple[str, ...], n: int, dim: int, parts: int) -> None:
-    """One row's chunk of channels, of all streams."""
+def _mix_kernel(*refs: Any, names: tuple[str, ...], parts: int, size: int, rows: int) -> None:
+    """A chunk of channels of all streams, some map entries; some rows, one after the other."""
     by_name = dict(zip(names, refs, strict=False))
-    new_ref, squares_ref = refs[len(names) :]
-    chunk, row = pl.program_id(0), pl.program_id(1)
-    chunks = squares_ref.shape[1] // n
-    size = dim // chunks
-    at = [pl.ds(j * dim + chunk * size, size) for j in range(n)]
-    old = [plgpu.load(by_name["streams"].at[row, c]).astype(jnp.float32) for c in at]
-    y = _pending(by_name, row, pl.ds(chunk * size, size), parts)
-    for k in range(n):
-        number = jnp.int32(k)
-        total = plgpu.load(by_name["post"].at[row, number]) * y
-        for j in range(n):
-            total += plgpu.load(by_name["comb"].at[row, jnp.int32(j), number]) * old[j]
-        x = total.astype(jnp.bfloat16)
-        plgpu.store(new_ref.at[row, at[k]], x)
-        f = x.astype(jnp.float32)
-        plgpu.store(squares_ref.at[row, k * chunks + chunk], jnp.sum(f * f))
+    new_ref, mixed_ref = refs[len(names) :]
+    chunk, half, tile = (pl.program_id(i) for i in range(3))
+    layer = plgpu.load(by_name["layer"].at[jnp.int32(0)])
+    fn_ref, (count, n) = by_name["fn"], by_name["post"].shape
+    dim = new_ref.shape[1] // n
+    starts = [j * dim + chunk * size for j in range(n)]
+    entry = half * MIX_ENTRIES + jnp.arange(MIX_ENTRIES, dtype=jnp.int32)
+    kept = jnp.minimum(entry, fn_ref.shape[1] - 1)
+    weights = []
+    for c in starts:
+        at = grid_index(kept, c, size)
+        weights.append(plgpu.load(fn_ref.at[layer, at[0], at[1]]))
+    squares = jnp.broadcast_to((entry == COLUMNS - 1)[:, None], (MIX_ENTRIES, size))
+
+    def one(row: Array) -> None:
+        old = [plgpu.load(by_name["streams"].at[row, pl.ds(c, size)]) for c in starts]
+        old = [x.astype(jnp.float32) for x in old]
+        y = _pending(by_name, row, pl.ds(chunk * size, size), parts)
+        total = jnp.zeros((MIX_ENTRIES, size), jnp.float32)
+        for k, start in enumerate(starts):
+            number = jnp.int32(k)
+            new = plgpu.load(by_name["post"].at[row, number]) * y
+            for j in range(n):
+                new += plgpu.load(by_name["comb"].at[row, jnp.int32(j), number]) * old[j]
+            x = new.astype(jnp.bfloat16)
+
+            @pl.when(half == 0)
+            def _(x: Array = x, start: Array = start) -> None:
+                plgpu.store(new_ref.at[row, pl.ds(start, size)], x)
+
+            f = jnp.broadcast_to(x.astype(jnp.float32)[None, :], total.shape)
+            total += jnp.where(squares, f, weights[k]) * f
+        first = chunk * COLUMNS + half * MIX_ENTRIES
+        plgpu.store(mixed_ref.at[row, pl.ds(first, MIX_ENTRIES)], jnp.sum(total, axis=1))
+
+    if rows == 1:
+        one(tile)
+    else:
+        first = tile * rows
+        last = jnp.minimum(first + rows, count)
+        lax.fori_loop(first, last, lambda row, _: one(row), None)
 
 
 def _pending(refs: dict[str, Any], row: Array, at: Any, parts: int) -> Array:
@@ -310,43 +325,6 @@ def _pending(refs: dict[str, Any], row: Array, at: Any, parts: int) -> Array:
     ]
     total: Array = functools.reduce(jnp.add, groups)
     return total.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def _maps_kernel(
-    layer_ref: Any, x_ref: Any, squares_ref: Any, fn_ref: Any, mixed_ref: Any, *,
-    size: int, dots: int,
-) -> None:  # fmt: skip
-    """Products of rows with a chunk of the map weights, and the chunk's square sum beside them."""
-    chunk, tile = pl.program_id(0), pl.program_id(1)
-    layer = plgpu.load(layer_ref.at[jnp.int32(0)])
-    count, width = x_ref.shape[0], min(size, MAP_COLUMNS)
-    entry = jnp.minimum(jnp.arange(COLUMNS, dtype=jnp.int32), fn_ref.shape[1] - 1)
-    numbers = [
-        (tile * dots + d) * DOT_ROWS + jnp.arange(DOT_ROWS, dtype=jnp.int32) for d in range(dots)
-    ]
-
-    def step(i: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
-        first = chunk * size + i * width
-        at = grid_index(entry, first, width)
-        weights = addends(plgpu.load(fn_ref.at[layer, at[0], at[1]]))
-        out = []
-        for number, acc in zip(numbers, accs, strict=True):
-            x = plgpu.load(x_ref.at[grid_index(jnp.minimum(number, count - 1), first, width)])
-            for part in weights:
-                acc = dot_onto(acc, part, x)
-            out.append(acc)
-        return tuple(out)
-
-    zeros = tuple(jnp.zeros((COLUMNS, DOT_ROWS), jnp.float32) for _ in numbers)
-    accs = lax.fori_loop(jnp.int32(0), jnp.int32(size // width), step, zeros)
-    last = lax.broadcasted_iota(jnp.int32, (DOT_ROWS, COLUMNS), 1) == COLUMNS - 1
-    for number, acc in zip(numbers, accs, strict=True):
-        row = jnp.minimum(number, count - 1)
-        squares = plgpu.load(squares_ref.at[row, jnp.full(row.shape, chunk, jnp.int32)])
-        mixed = jnp.where(last, squares[:, None], acc.T)
-        # Stored by the true number: emulation writes old values back where a mask is off.
-        mask = jnp.broadcast_to((number < count)[:, None], mixed.shape)
-        plgpu.store(mixed_ref.at[grid_index(number, chunk * COLUMNS, COLUMNS)], mixed, mask=mask)
 
 
 def launch_read(

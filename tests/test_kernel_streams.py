@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels import hyper, norm, streams
 from tests import little_effort
 
-T, N, D, L, P = 19, 2, 64, 2, 3
+T, N, D, L, P = 19, 2, 192, 2, 3
 OUT = (2 + N) * N
 SIZES = streams.Sizes(n=N, iters=3, hc_eps=1e-6, rms_eps=1e-6)
 
@@ -34,7 +34,7 @@ def pending(at: Any) -> streams.Pending:
 
 
 FN, SCALE, BASE, NORM = (
-    normal(5, L, OUT, N * D), normal(6, L, 3), normal(7, L, OUT), normal(8, L, D),
+    normal(5, L, OUT, N * D) / 4, normal(6, L, 3), normal(7, L, OUT), normal(8, L, D),
 )  # fmt: skip
 
 
