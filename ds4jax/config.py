@@ -259,8 +259,11 @@ class RuntimeConfig:
             problems.append(f"snapshot_bytes is {self.snapshot_bytes}, must not be negative")
         for name in ("row_buckets", "prefill_buckets"):
             sizes = getattr(self, name)
-            if not sizes or any(s < ROW_TILE or s % ROW_TILE for s in sizes):
-                problems.append(f"{name} is {sizes}, must be multiples of {ROW_TILE}, at least one")
+            # Kernels take any number of rows, plain JAX whole tiles.
+            any_rows = name == "row_buckets" and self.backend != "reference"
+            unit = 1 if any_rows else ROW_TILE
+            if not sizes or any(s < unit or s % unit for s in sizes):
+                problems.append(f"{name} is {sizes}, must be multiples of {unit}, at least one")
             elif list(sizes) != sorted(set(sizes)):
                 problems.append(f"{name} is {sizes}, must be ascending without repeats")
         if problems:

@@ -195,8 +195,9 @@ class DeviceExecutor:
         for sampler in self.run.samplers:
             for t in self.run.row_buckets:
                 out[self._bucket(t, sampler, prefill=False)] = None
-            for t in self.run.prefill_buckets:
-                out[self._bucket(t, sampler, prefill=True)] = None
+        # One row of a chunk is sampled, if any: a faster sampler gains nothing there.
+        for t in self.run.prefill_buckets:
+            out[self._bucket(t, "full", prefill=True)] = None
         return list(out)
 
     def _bucket(self, rows: int, sampler: Sampler, *, prefill: bool) -> Bucket:
@@ -480,7 +481,8 @@ class DeviceExecutor:
         size = next((t for t in sizes if t >= count), None)
         if size is None:
             raise PlanError(f"{count} rows do not fit the largest bucket, {sizes[-1]} rows")
-        bucket = self._bucket(size, self._sampler(lanes), prefill=plan.chunk is not None)
+        sampler = self._sampler(lanes) if plan.chunk is None else "full"
+        bucket = self._bucket(size, sampler, prefill=plan.chunk is not None)
         words = step.pack_plan(bucket, rows, self.run.num_slots)
         program = self._step_program(bucket)
         self._cache, results = program(self._params, self._cache, self._lane_params, words)

@@ -26,6 +26,9 @@ from ds4jax.step import Bucket, LaneRows
 F32 = npt.NDArray[np.float32]
 IntIds = npt.NDArray[np.int32]
 
+MOST_ROWS = 128
+"""Rows of a step on kernels, at most: each has logits of the whole vocabulary, in float32."""
+
 
 @functools.partial(jax.jit, static_argnames=("cfg", "run", "bucket"), donate_argnums=1)
 def _step(
@@ -70,7 +73,10 @@ class Evaluator:
         self.cfg, self.run, self._params = cfg, run, params
         chunk = run.backend != "reference"
         # Padded rows cost nothing on the reference backend: one program is enough there.
-        sizes = (*run.row_buckets, *run.prefill_buckets) if chunk else run.prefill_buckets[-1:]
+        sizes: tuple[int, ...] = run.prefill_buckets[-1:]
+        if chunk:
+            small = [t for t in run.prefill_buckets if t <= MOST_ROWS]
+            sizes = (*run.row_buckets, *(small or run.prefill_buckets[:1]))
         self._buckets = [Bucket(t, t, chunk=chunk) for t in sorted(set(sizes))]
 
     def logits(

@@ -51,6 +51,12 @@ LoadProgress = Callable[[int, int, str], None]
 CompileProgress = Callable[[str, int, int, float], None]
 """(program, number, how many, seconds it took)."""
 
+GPU_ROWS = (1, 8, 16, 32, 64)
+"""Rows of decode programs on a GPU, as far as there are lanes; one lane alone has its own."""
+
+GPU_CHUNKS = (128, 512, 2048)
+"""Tokens of prefill programs on a GPU, as far as the context goes."""
+
 CPU_ROWS = 128
 """Rows of the one program that a CPU runs: padded rows cost nothing there."""
 
@@ -193,7 +199,15 @@ def runtime_config(options: Options, platform: str) -> RuntimeConfig:
     return RuntimeConfig(
         dtype=options.dtype or "bfloat16", numerics=options.numerics, backend="triton",
         max_ctx=options.max_ctx, num_slots=options.num_slots,
+        row_buckets=up_to(options.num_slots, GPU_ROWS),
+        prefill_buckets=up_to(options.max_ctx, GPU_CHUNKS), samplers=("full", "greedy"),
     )  # fmt: skip
+
+
+def up_to(most: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes up to the first that holds `most`."""
+    below = [s for s in sizes if s < most]
+    return sizes[: len(below) + 1]
 
 
 def plan_memory(
@@ -495,5 +509,5 @@ class LocalModel:
 __all__ = [
     "DeviceError", "DoesNotFit", "Generation", "Loaded", "LocalModel", "MemoryPlan", "Options",
     "Output", "Timings", "free_memory", "load", "plan_memory", "runtime_config", "start_device",
-    "use_compile_cache", "with_context",
+    "up_to", "use_compile_cache", "with_context",
 ]  # fmt: skip

@@ -285,7 +285,9 @@ def launch_several(
     """One kernel for all of `ws`: per matrix y [T, N], or its parts of K, float32 [S, T, N]."""
     if x_TK.dtype != jnp.bfloat16:
         raise NotImplementedError(f"dense: the kernel takes bfloat16 activations, not {x_TK.dtype}")
-    t, cols = x_TK.shape[0], ws[0].shape[-1]
+    t, cols, wanted = x_TK.shape[0], ws[0].shape[-1], [w.shape[-2] for w in ws]
+    if groups == 1:
+        ws = [_tall(w) for w in ws]
     parts = [_part(w, splits) for w in ws]
     if tile is None:
         tile = _tile(parts, t, groups, target)
@@ -321,7 +323,17 @@ def launch_several(
         num_stages=tile.num_stages,
         interpret=target == "interpret",
     )(*numbers, x_TK, *(a for w in ws for a in operands(w)[1]))
-    return out
+    return [y if y.shape[-1] == n else y[..., :n] for y, n in zip(out, wanted, strict=True)]
+
+
+def _tall(w: QuantArray | Array) -> QuantArray | Array:
+    """`w` with rows enough for one product: only toy models have matrices of fewer."""
+    lacking = DOT_ROWS - w.shape[-2]
+    if lacking <= 0:
+        return w
+    if isinstance(w, QuantArray):
+        return packing.pad_rows(w, DOT_ROWS)
+    return jnp.pad(w, [*[(0, 0)] * (w.ndim - 2), (0, lacking), (0, 0)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

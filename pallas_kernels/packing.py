@@ -122,6 +122,25 @@ def concat(parts: Sequence[QuantArray]) -> QuantArray:
     return _join(parts, lambda arrays: _namespace(arrays[0]).concatenate(arrays), "concat")
 
 
+def pad_rows(q: QuantArray, rows: int) -> QuantArray:
+    """Matrices of at least `rows` rows; those that are added hold nothing."""
+    lacking = rows - q.rows
+    if lacking <= 0:
+        return q
+
+    def padded(name: str) -> Array | None:
+        a: Array | None = getattr(q, name)
+        axis = {"codes": -2, "scales": -1, "mins": -1, "supers": -1}.get(name)
+        if a is None or axis is None or a.shape[axis] != q.rows:  # a tile of scales has all rows
+            return a
+        width = [(0, 0)] * a.ndim
+        width[axis] = (0, lacking)
+        return jnp.pad(a, width)
+
+    new: dict[str, Any] = {f: padded(f) for f in FIELDS}
+    return dataclasses.replace(q, rows=rows, **new)
+
+
 def _join(parts: Sequence[QuantArray], fn: Callable[[list[Array]], Array], what: str) -> QuantArray:
     if not parts:
         raise ValueError(f"{what}: no matrices given")

@@ -151,8 +151,8 @@ def heads(
 def _pieces(n: int, what: str) -> list[tuple[int, int]]:
     """(first, width) of register tiles that cover n channels."""
     width = min(n & -n, NARROW)
-    if width < 16:
-        raise NotImplementedError(f"qkv: the kernel takes {what} by multiples of 16, not {n}")
+    if width < 4:
+        raise NotImplementedError(f"qkv: the kernel takes {what} by multiples of 4, not {n}")
     return [(c, width) for c in range(0, n, width)]
 
 

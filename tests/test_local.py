@@ -195,6 +195,9 @@ def test_runs_of_platforms() -> None:
         assert (gpu.dtype, gpu.backend, gpu.num_slots, gpu.max_ctx) == (
             "bfloat16", "triton", 2, 999,
         )  # fmt: skip
+        assert (gpu.row_buckets, gpu.prefill_buckets) == ((1, 8), (128, 512, 2048))
+        one = local.runtime_config(Options(num_slots=1, max_ctx=512), platform)
+        assert (one.row_buckets, one.prefill_buckets) == ((1,), (128, 512))
     assert local.runtime_config(Options(dtype="bfloat16"), "cpu").dtype == "bfloat16"
 
 

@@ -126,10 +126,10 @@ def test_flags_reach_the_settings(nano: running.Opened) -> None:
     ([], "reference", (128,), (128,)),
     (["--prefill-chunk", "64"], "reference", (64,), (64,)),
     (["--lanes", "20", "--prefill-chunk", "16"], "reference", (16, 24), (16,)),
-    ([], "triton", (8,), (128, 512, 2048)),
-    (["--lanes", "9"], "triton", (8, 16), (128, 512, 2048)),
-    (["--lanes", "64", "--prefill-chunk", "512"], "triton", (8, 16, 32, 64), (128, 512)),
-    (["--lanes", "64", "--prefill-chunk", "64"], "triton", (8, 16, 32, 64), (64,)),
+    ([], "triton", (1, 8), (128, 512, 2048)),
+    (["--lanes", "9"], "triton", (1, 8, 16), (128, 512, 2048)),
+    (["--lanes", "64", "--prefill-chunk", "512"], "triton", (1, 8, 16, 32, 64), (128, 512)),
+    (["--lanes", "64", "--prefill-chunk", "64"], "triton", (1, 8, 16, 32, 64), (64,)),
 ])  # fmt: skip
 def test_buckets(flags: list[str], backend: Any, rows: Any, chunks: Any) -> None:
     args = parse("nano", *flags)

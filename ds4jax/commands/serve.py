@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("ds4jax.server")
 MAX_DIGEST_BYTES = 2 << 30
 """Weight files up to this size are hashed at start, larger ones are not."""
-_ROW_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def add(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -230,14 +229,15 @@ def serving_run(args: argparse.Namespace, run: RuntimeConfig) -> RuntimeConfig:
     Raises:
         ConfigError: values out of range.
     """
+    from ds4jax import local
+
     chunk = args.prefill_chunk
     rows = run.row_buckets
     chunks = run.prefill_buckets
     if run.backend != "reference":
-        count = next((i for i, t in enumerate(_ROW_BUCKETS) if t >= args.lanes), -1)
-        rows = _ROW_BUCKETS[: count + 1]
-        top = chunk or 2048
-        chunks = (*(t for t in (128, 512) if t < top), top)
+        rows = local.up_to(args.lanes, local.GPU_ROWS)
+        top = chunk or local.GPU_CHUNKS[-1]
+        chunks = (*(t for t in local.GPU_CHUNKS if t < top), top)
     elif chunk is not None:
         rows = chunks = (chunk,)
     if rows[-1] < args.lanes:
