@@ -241,12 +241,12 @@ def h_job(problem: dict[str, str], args: argparse.Namespace) -> Job:
     return Job(id=problem["id"], options=options)
 
 
-def h_waves(width: int, jobs: Sequence[Job]) -> list[list[Job]]:
-    """Three waves: an identity prompt and its neighbours each."""
+def h_waves(width: int, jobs: Sequence[Job], count: int = 3) -> list[list[Job]]:
+    """Waves of an identity prompt and its neighbours; more than three see the former again."""
     waves = []
-    for w in range(3):
+    for w in range(count):
         first = 3 + w * (width - 1)
-        waves.append([jobs[w], *jobs[first : first + width - 1]])
+        waves.append([jobs[w % 3], *jobs[first : first + width - 1]])
     return waves
 
 
@@ -263,7 +263,7 @@ def run_h(args: argparse.Namespace) -> dict[str, Any]:
             load.wave(warm, -1)
             before = target.idle_counters()
             records: list[Record] = []
-            for number, wave in enumerate(h_waves(width, jobs)[: args.waves]):
+            for number, wave in enumerate(h_waves(width, jobs, args.waves)):
                 time.sleep(args.idle)
                 records += load.wave(wave, number)
             after = target.idle_counters()

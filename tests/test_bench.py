@@ -219,6 +219,7 @@ def test_waves_share_the_identity_set() -> None:
         flat = [j.id for w in waves for j in w]
         assert len(flat) == len(set(flat)) == 3 * width
     assert max(int(j.id) for j in waves[2]) == 17  # C6 uses 18 prompts
+    assert [w[0].id for w in serve.h_waves(2, jobs, 7)] == ["0", "1", "2", "0", "1", "2", "0"]
 
 
 def test_the_long_prompt_among_decoding_lanes(tmp_path: Path) -> None:
