@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ds4jax import cache as cache_lib
+from ds4jax import engine as engine_lib
 from ds4jax import qualify, step
 from ds4jax.config import RuntimeConfig, SamplingParams
 from ds4jax.engine import RESERVE_BYTES, DeviceExecutor
@@ -24,16 +27,16 @@ from ds4jax.plan import (
     TokenResult,
     forced_token,
 )
-from tests import tiny
+from tests import little_effort, tiny
 from tests.executor_contract import ExecutorContract, decode, generate, prefill
 
 
 @pytest.fixture(scope="module")
 def engine() -> DeviceExecutor:
-    cfg, params = tiny.model()
-    run = tiny.run_config()
+    """Of two layers, with all that a cache holds; `test_serving_exact` has every kind of layer."""
+    cfg, run = tiny.config((4, 128)), tiny.run_config()
     order = np.random.default_rng(1).permutation(run.pages).tolist()
-    made = DeviceExecutor(cfg, params, run, page_order=order)
+    made = DeviceExecutor(cfg, tiny.params(cfg), run, page_order=order)
     made.warm_up()
     return made
 
@@ -346,8 +349,11 @@ def test_too_many_rows_are_refused(engine: DeviceExecutor) -> None:
         engine.admit(make(630, 200))
 
 
-def test_the_switch_that_breaks_row_independence_is_seen(engine: DeviceExecutor) -> None:
+def test_the_switch_that_breaks_row_independence_is_seen(
+    engine: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparisons above can fail: rows computed together, in programs of two sizes."""
+    monkeypatch.setattr(jax, "jit", little_effort.jit)
     cfg = tiny.config((4,))
     params = tiny.params(cfg)
     right = DeviceExecutor(cfg, params, tiny.run_config(prefill_buckets=(8,)))
@@ -363,3 +369,32 @@ def test_the_switch_that_breaks_row_independence_is_seen(engine: DeviceExecutor)
     assert qualify.difference(broken) is not None and qualify.difference(engine) is None
     right.close()
     broken.close()
+
+
+def test_programs_that_compile_at_once_are_counted_apart() -> None:
+    counter = engine_lib.CompileCounter.shared()
+    before, mine = counter.count, counter.of_thread()
+    apart = {}
+
+    def make(size: int) -> None:
+        first = counter.of_thread()[0]
+        jax.jit(lambda x: jnp.cos(x) * size).lower(jnp.zeros(size + 900)).compile()
+        apart[size] = counter.of_thread()[0] - first
+
+    def run(job: Any) -> float:
+        job()
+        return 0.0
+
+    jobs = [(str(i), functools.partial(make, i)) for i in range(5)]
+    assert sorted(name for name, _ in engine_lib._at_once(jobs, run, 3)) == list("01234")
+    assert counter.count - before == sum(apart.values()) and min(apart.values()) >= 1
+    assert counter.of_thread() == mine
+
+    def fail() -> None:
+        raise MemoryError("the plan")
+
+    made: list[int] = []
+    jobs = [("bad", fail), *[(str(i), functools.partial(made.append, i)) for i in range(3)]]
+    for workers in (1, 2):
+        with pytest.raises(MemoryError, match="the plan"):
+            list(engine_lib._at_once(jobs, run, workers))
