@@ -36,6 +36,7 @@ from pallas_kernels import (
     router,
     row_selection,
     streams,
+    vocabulary,
 )
 
 ARCHS = ("gfx1151", "gfx1201", "gfx942", "gfx950")
@@ -445,7 +446,8 @@ def cache_kernels(rows: int) -> Iterator[Kernel]:
 
 
 SMALL = (
-    "streams", "qkv", "router", "attention_merge", "indexer_pick", "compressor",
+    "streams", "qkv", "router", "attention_merge", "indexer_pick", "compressor", "nucleus",
+    "vocabulary_sums",
 )  # fmt: skip
 """Kernels that read neither weights nor keys."""
 
@@ -460,8 +462,21 @@ def rules(kernel: Kernel | Figures) -> dict[str, Any]:
     return {"weight_bits": 32, "least_bits": least, "matrix": False}
 
 
+def sampling_kernels(rows: int) -> list[Kernel]:
+    """What sampling asks of logits."""
+    of, size = jax.ShapeDtypeStruct, 129280
+
+    def fn(z: Any, top_k: Any, top_p: Any, wanted: Any) -> Any:
+        z = vocabulary.launch_nucleus(z, top_k, top_p, interpret=False)
+        return z, vocabulary.launch_sums(z, wanted, interpret=False)
+
+    ints, floats = of((rows,), jnp.int32), of((rows,), jnp.float32)
+    return lower(fn, of((rows, size), jnp.float32), ints, floats, of((rows,), jnp.bool_))
+
+
 def all_kernels() -> Iterator[Kernel]:
     """Every kernel with its default tile: all formats, few and many rows."""
+    yield from sampling_kernels(8)
     for rows in (8, 256):
         for k in (*several_kernel(rows), *step_kernels(rows), *cache_kernels(rows)):
             yield dataclasses.replace(k, name=f"{k.name}/{rows} rows")

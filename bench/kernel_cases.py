@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ds4jax.config import ModelConfig
-from pallas_kernels import dense, qkv, rope, router, streams
+from pallas_kernels import dense, qkv, rope, router, streams, vocabulary
 from pallas_kernels.backend import Backend
 
 Rows = jax.Array
@@ -174,6 +174,33 @@ def _router(cfg: ModelConfig, rows: int) -> Case:
         )  # fmt: skip
 
     return Case("router", args, run, 4 * 8 * (e + 2 * f) + 2 * f)
+
+
+def sampling(cfg: ModelConfig, rows: int, *, asked: bool = True) -> list[Case]:
+    """The two of sampling; asked: three rows of four ask for something."""
+    v, every = cfg.vocab_size, jnp.arange(rows, dtype=jnp.int32)
+    some = every % 4 != 3 if asked else every < 0
+    args = {
+        "z": 3 * _normal(0, rows, v), "wanted": some, "token": every * 17 % v,
+        "top_k": jnp.where(some & (every % 4 != 0), 50, 0),
+        "top_p": jnp.where(some & (every % 4 != 1), jnp.float32(0.9), jnp.float32(1)),
+    }  # fmt: skip
+
+    def nucleus(a: dict[str, Any], at: Rows, backend: Backend) -> tuple[jax.Array, ...]:
+        z = vocabulary.nucleus(a["z"][at], a["top_k"][at], a["top_p"][at], backend=backend)
+        return (jnp.exp(z - jnp.max(z, axis=1, keepdims=True)),)
+
+    def logprobs(a: dict[str, Any], at: Rows, backend: Backend) -> tuple[jax.Array, ...]:
+        chosen, ids, top = vocabulary.logprobs(
+            a["z"][at], a["token"][at], a["wanted"][at], 20, backend=backend
+        )
+        return chosen, ids.astype(jnp.float32), top
+
+    # One token whose place is top_p within rounding may fall on either side.
+    return [
+        Case("nucleus", args, nucleus, 4 * v, tolerance=2e-2),
+        Case("logprobs", args, logprobs, 4 * v, tolerance=1e-5),
+    ]
 
 
 def check(case: Case, rows: int, backend: Backend) -> float:

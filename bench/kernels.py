@@ -166,7 +166,8 @@ def step_cells(
 ) -> Iterator[Cell]:
     """The small kernels of a layer: latency bounds them while there are few rows."""
     for t in rows:
-        for case in (*kernel_cases.cases(cfg, t), *cache_cases.cases(cfg, t)):
+        sampled = kernel_cases.sampling(cfg, t) if t <= 64 else []
+        for case in (*kernel_cases.cases(cfg, t), *cache_cases.cases(cfg, t), *sampled):
             error = kernel_cases.check(case, t, backend)
             every = jnp.arange(t, dtype=jnp.int32)
 

@@ -1,9 +1,9 @@
 """From logits to tokens, on the device, for every lane by its own parameters.
 
 Randomness is counter-based: the noise of the token at position p depends on the lane's seed and
-candidate number, on p and on the vocabulary index, and on nothing else. Every function here handles
-one row; the step loops or vectorises over rows. Order of operations: bias, penalties, temperature,
-top_k, top_p, min_p, draw.
+candidate number, on p and on the vocabulary index, and on nothing else. `sample` handles one row,
+`sample_rows` several at once on kernels. Order of operations: bias, penalties, temperature, top_k,
+top_p, min_p, draw.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from jax import Array, lax
 
 from ds4jax.config import BAN, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, RuntimeConfig
 from ds4jax.plan import MAX_LANE_STOP_IDS, LaneSpec
+from pallas_kernels import vocabulary
+from pallas_kernels.backend import Backend
 
 TOP = MAX_TOP_LOGPROBS
 
@@ -176,21 +178,6 @@ def _penalised(z_V: Array, ints: Array, floats: Array, history_C: Array, pos: Ar
     return z - floats[_F.PRESENCE] * (counts > 0).astype(jnp.float32)
 
 
-def _top_k_top_p(z_V: Array, top_k: Array, top_p: Array) -> Array:
-    """-inf where top_k or top_p drops a token. Ties at the k-th largest stay."""
-    vocab = z_V.shape[0]
-    order = jnp.argsort(-z_V, stable=True)
-    ranked = z_V[order]
-    kth = ranked[jnp.clip(top_k - 1, 0, vocab - 1)]
-    ranked = jnp.where((top_k > 0) & (ranked < kth), -jnp.inf, ranked)
-    p = jax.nn.softmax(ranked)
-    before = jnp.cumsum(p) - p
-    keep = (ranked > -jnp.inf) & ((before < top_p) | (top_p >= 1.0))
-    keep = keep.at[0].set(True)
-    kept = jnp.zeros((vocab,), bool).at[order].set(keep)
-    return jnp.where(kept, z_V, -jnp.inf)
-
-
 def _forced(ints: Array, history_C: Array, pos: Array) -> Array:
     """Id that must come at `pos` because reasoning has used its budget, or -1."""
     at = jnp.arange(history_C.shape[0], dtype=jnp.int32)
@@ -216,6 +203,63 @@ def _logprobs(z_V: Array, token: Array) -> tuple[Array, Array, Array]:
     return logp[token], jnp.pad(ids, pad, constant_values=-1), jnp.pad(top, pad)
 
 
+def _scaled(logits_V: Array, lanes: Lanes, past: Array, slot: Array, pos: Array) -> Array:
+    """Logits with bias, penalties, bans and temperature; float32 [V]."""
+    ints, floats = lanes.ints[slot], lanes.floats[slot]
+    z = _biased(logits_V, lanes.bias_ids[slot], lanes.bias[slot])
+    z = lax.cond(ints[_I.PENALISED] > 0, lambda: _penalised(z, ints, floats, past, pos), lambda: z)
+    stop = ints[_I.STOP :]
+    banned = jnp.where((stop >= 0) & (pos < ints[_I.MIN_POS]), stop, z.shape[0])
+    z = z.at[banned].set(-jnp.inf, mode="drop")
+    hot = floats[_F.TEMPERATURE] > 0
+    cool = jnp.where(hot, floats[_F.TEMPERATURE], 1.0)
+    # The largest becomes 0, so that no temperature is too small to divide by.
+    return jnp.where(hot, (z - jnp.max(z)) / cool, z)
+
+
+def _limits(lanes: Lanes, slot: Array) -> tuple[Array, Array]:
+    """top_k and top_p in force: 0 and 1 where they change nothing. slot: any shape."""
+    hot = lanes.floats[slot, _F.TEMPERATURE] > 0
+    top_k = jnp.where(hot, lanes.ints[slot, _I.TOP_K], 0)
+    return top_k, jnp.where(hot, lanes.floats[slot, _F.TOP_P], 1.0)
+
+
+def _drawn(
+    scaled_V: Array, logits_V: Array, lanes: Lanes, past: Array, slot: Array, pos: Array
+) -> tuple[Array, Array]:
+    """The token from what top_k and top_p left, and the logits that logprobs are of."""
+    ints, floats = lanes.ints[slot], lanes.floats[slot]
+    hot = floats[_F.TEMPERATURE] > 0
+    floor = jnp.max(scaled_V) + jnp.log(floats[_F.MIN_P])
+    final = jnp.where(hot & (scaled_V < floor), -jnp.inf, scaled_V)
+    noise = lax.cond(
+        hot,
+        lambda: gumbel(ints, pos, final.shape[0]),
+        lambda: jnp.zeros_like(final),
+    )
+    token = jnp.argmax(final + noise).astype(jnp.int32)
+    forced = lax.cond(
+        ints[_I.REASONING_MAX] >= 0, lambda: _forced(ints, past, pos), lambda: jnp.int32(-1)
+    )
+    token = jnp.where(forced >= 0, forced, token)
+    only = jnp.where(jnp.arange(final.shape[0]) == forced, 0.0, -jnp.inf)
+    final = jnp.where(forced >= 0, only, final)
+    return token, jnp.where(ints[_I.LOGPROBS] == 2, final, logits_V)
+
+
+def _words(token: Array, logits_V: Array, chosen: Array, top_ids: Array, top: Array) -> Array:
+    """One row of results: int32 [RESULT_WORDS]."""
+    finite = jnp.all(jnp.isfinite(logits_V)).astype(jnp.int32)
+    bits: Any = lambda x: lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
+    return jnp.concatenate([jnp.stack([token, finite, bits(chosen)]), top_ids, bits(top)])
+
+
+def _greedy(logits_V: Array) -> tuple[Array, Array]:
+    token = jnp.argmax(logits_V).astype(jnp.int32)
+    zeros = jnp.zeros((TOP,), jnp.int32)
+    return token, _words(token, logits_V, jnp.float32(0), zeros, zeros.astype(jnp.float32))
+
+
 def sample(
     logits_V: Array, lanes: Lanes, history: Array, slot: Array, pos: Array, *, greedy: bool
 ) -> tuple[Array, Array]:
@@ -229,46 +273,44 @@ def sample(
 
     Returns: token int32 scalar, words int32 [RESULT_WORDS].
     """
-    finite = jnp.all(jnp.isfinite(logits_V)).astype(jnp.int32)
     if greedy:
-        token = jnp.argmax(logits_V).astype(jnp.int32)
-        rest = jnp.zeros((RESULT_WORDS - 2,), jnp.int32)
-        return token, jnp.concatenate([jnp.stack([token, finite]), rest])
-    ints, floats = lanes.ints[slot], lanes.floats[slot]
+        return _greedy(logits_V)
     past = history[slot]
-    z = _biased(logits_V, lanes.bias_ids[slot], lanes.bias[slot])
-    z = lax.cond(ints[_I.PENALISED] > 0, lambda: _penalised(z, ints, floats, past, pos), lambda: z)
-    stop = ints[_I.STOP :]
-    banned = jnp.where((stop >= 0) & (pos < ints[_I.MIN_POS]), stop, z.shape[0])
-    z = z.at[banned].set(-jnp.inf, mode="drop")
-    hot = floats[_F.TEMPERATURE] > 0
-    cool = jnp.where(hot, floats[_F.TEMPERATURE], 1.0)
-    # The largest becomes 0, so that no temperature is too small to divide by.
-    scaled = jnp.where(hot, (z - jnp.max(z)) / cool, z)
-    sorts = hot & ((ints[_I.TOP_K] > 0) | (floats[_F.TOP_P] < 1.0))
-    final = lax.cond(
-        sorts, lambda: _top_k_top_p(scaled, ints[_I.TOP_K], floats[_F.TOP_P]), lambda: scaled
+    scaled = _scaled(logits_V, lanes, past, slot, pos)
+    top_k, top_p = _limits(lanes, slot)
+    scaled = lax.cond(
+        (top_k > 0) | (top_p < 1.0),
+        lambda: vocabulary.nucleus_row(scaled, top_k, top_p),
+        lambda: scaled,
     )
-    floor = jnp.max(final) + jnp.log(floats[_F.MIN_P])
-    final = jnp.where(hot & (final < floor), -jnp.inf, final)
-    noise = lax.cond(
-        hot,
-        lambda: gumbel(ints, pos, z.shape[0]),
-        lambda: jnp.zeros_like(z),
-    )
-    token = jnp.argmax(final + noise).astype(jnp.int32)
-    forced = lax.cond(
-        ints[_I.REASONING_MAX] >= 0, lambda: _forced(ints, past, pos), lambda: jnp.int32(-1)
-    )
-    token = jnp.where(forced >= 0, forced, token)
-    only = jnp.where(jnp.arange(z.shape[0]) == forced, 0.0, -jnp.inf)
-    final = jnp.where(forced >= 0, only, final)
-    seen = jnp.where(ints[_I.LOGPROBS] == 2, final, logits_V)
+    token, seen = _drawn(scaled, logits_V, lanes, past, slot, pos)
     chosen, top_ids, top = lax.cond(
-        ints[_I.LOGPROBS] > 0,
+        lanes.ints[slot, _I.LOGPROBS] > 0,
         lambda: _logprobs(seen, token),
         lambda: (jnp.float32(0), jnp.full((TOP,), -1, jnp.int32), jnp.zeros((TOP,), jnp.float32)),
     )
-    bits: Any = lambda x: lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
-    words = jnp.concatenate([jnp.stack([token, finite, bits(chosen)]), top_ids, bits(top)])
-    return token, words
+    return token, _words(token, logits_V, chosen, top_ids, top)
+
+
+def sample_rows(
+    logits_EV: Array, lanes: Lanes, history: Array, slot_E: Array, pos_E: Array, *,
+    greedy: bool, backend: Backend,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`sample` of several rows at once, by kernels where something is summed up or sorted.
+
+    What XLA makes of sums depends on the number of rows, and of conditions that both sides are
+    computed for every row: neither is left to it.
+
+    Returns: tokens int32 [E], words int32 [E, RESULT_WORDS].
+    """
+    if greedy:
+        return jax.vmap(_greedy)(logits_EV)
+    past = history[slot_E]
+    of_row = (0, None, 0, 0, 0)
+    scaled = jax.vmap(_scaled, of_row)(logits_EV, lanes, past, slot_E, pos_E)
+    top_k, top_p = _limits(lanes, slot_E)
+    scaled = vocabulary.nucleus(scaled, top_k, top_p, backend=backend)
+    token, seen = jax.vmap(_drawn, (0, *of_row))(scaled, logits_EV, lanes, past, slot_E, pos_E)
+    wanted = lanes.ints[slot_E, _I.LOGPROBS] > 0
+    found = vocabulary.logprobs(seen, token, wanted, TOP, backend=backend)
+    return token, jax.vmap(_words)(token, logits_EV, *found)

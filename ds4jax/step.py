@@ -10,13 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import Array, lax
 
-from ds4jax import model, sampling
+from ds4jax import fused, model, sampling
 from ds4jax.cache import ROWS4, Cache
 from ds4jax.config import PAGE_TOKENS, ModelConfig, RuntimeConfig, Sampler
 from ds4jax.params import Params
@@ -130,19 +129,21 @@ def run_step(
     rows_alone = run.backend == "reference" if batched is None else not batched
     history, where = cache.tokens, jnp.minimum(out.pos + 1, cache.tokens.shape[1] - 1)
 
-    def one(logits: Array, slot: Array, pos: Array) -> tuple[Array, Array]:
-        return sampling.sample(logits, lanes, history, slot, pos, greedy=greedy)
-
     if rows_alone:
         shape = (bucket.emits, sampling.RESULT_WORDS)
 
         def body(e: Array, results: Array) -> Array:
-            got = one(out.logits[e], out.slot[e], where[e])[1]
+            got = sampling.sample(
+                out.logits[e], lanes, history, out.slot[e], where[e], greedy=greedy
+            )[1]
             return lax.dynamic_update_slice_in_dim(results, got[None], e, 0)
 
         results = lax.fori_loop(jnp.int32(0), plan.num_emit, body, jnp.zeros(shape, jnp.int32))
     else:
-        results = jax.vmap(one)(out.logits, out.slot, where)[1]
+        results = sampling.sample_rows(
+            out.logits, lanes, history, out.slot, where, greedy=greedy,
+            backend=fused.backends(run)["sampling"],
+        )[1]  # fmt: skip
     tokens = history.at[out.slot, where].set(results[:, 0])
     return cache.replace(tokens=tokens), results  # type: ignore[attr-defined]
 

@@ -28,7 +28,17 @@ Target = Literal["cuda", "rocm", "interpret"]
 """Which arithmetic a kernel is written for; the results are the same."""
 
 KERNELS: frozenset[str] = frozenset(
-    {"attention", "compressor", "dense", "experts", "indexer", "qkv", "router", "streams"}
+    {
+        "attention",
+        "compressor",
+        "dense",
+        "experts",
+        "indexer",
+        "qkv",
+        "router",
+        "sampling",
+        "streams",
+    }
 )
 """Operations that have a kernel."""
 

@@ -82,6 +82,17 @@ def _step_kernels() -> list[amd_isa.Kernel]:
 
 
 @pytest.mark.parametrize("arch", amd_isa.ARCHS)
+def test_sampling_kernels(arch: str) -> None:
+    for kernel in _sampling_kernels():
+        check(kernel, arch)
+
+
+@functools.cache
+def _sampling_kernels() -> list[amd_isa.Kernel]:
+    return amd_isa.sampling_kernels(8)
+
+
+@pytest.mark.parametrize("arch", amd_isa.ARCHS)
 def test_cache_kernels(arch: str) -> None:
     kernels = _cache_kernels()
     assert [k.name.split("/")[0] for k in kernels] == [

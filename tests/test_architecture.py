@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = """
 pallas_kernels: backend dot formats norm rope ring hyper rounding compressor indexer \
   row_selection attention cached_attention compressed_rows decode packing dense experts router \
-  streams qkv
+  streams qkv vocabulary
 ds4jax: config errors formats quant mix quantize quantize_mix
 ds4jax: tokenizer gguf checkpoint gguf_write checkpoint_write tensors hparams hparams_draft \
   hparams_write stored memory model_report model_file convert_types convert convert_hf

@@ -116,6 +116,12 @@ def test_small_kernels(rows: int) -> None:
         kernel_cases.check(case, rows, "triton")
 
 
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_sampling(rows: int) -> None:
+    for case in kernel_cases.sampling(models.FLASH, rows):
+        kernel_cases.check(case, rows, "triton")
+
+
 def test_several_matrices() -> None:
     ws, x = kernel_cases.several_case(100)
     whole = [np.asarray(y) for y in kernel_cases.several(x, ws, "triton")]
