@@ -16,10 +16,12 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ from bench.models import FLASH, Loaded
 from ds4jax import cache as cache_lib
 from ds4jax import fused, sampling, step, synthetic, tensors, weights
 from ds4jax import model as model_lib
-from ds4jax.config import PAGE_TOKENS, ModelConfig, RuntimeConfig
+from ds4jax.config import PAGE_TOKENS, ModelConfig, RuntimeConfig, Sampler
 from ds4jax.step import Bucket, LaneRows
 from pallas_kernels import backend as backend_lib
 
@@ -109,7 +111,8 @@ def runtime(backend: Any, sizes: Sizes) -> RuntimeConfig:
     lanes = max(sizes.rows)
     own = 2 + -(-(sizes.warm_up + 3 * sizes.steps) // PAGE_TOKENS)
     pages = sizes.max_ctx // PAGE_TOKENS + lanes * own + max(sizes.chunks) // PAGE_TOKENS + 2
-    eight = lambda n: -(-n // 8) * 8  # noqa: E731
+    one = backend != "reference"  # has programs of one row
+    eight = lambda n: 1 if n == 1 and one else -(-n // 8) * 8  # noqa: E731
     return RuntimeConfig(
         dtype="bfloat16", backend=backend, max_ctx=sizes.max_ctx, num_slots=lanes, num_pages=pages,
         row_buckets=tuple(sorted({eight(t) for t in sizes.rows})), prefill_buckets=sizes.chunks,
@@ -149,9 +152,12 @@ def fitting(
 class Runner:
     """A cache full of random history, and the compiled steps that work on it."""
 
-    def __init__(self, model: Loaded, run: RuntimeConfig, sizes: Sizes) -> None:
-        self.model, self.run, self.sizes = model, run, sizes
+    def __init__(
+        self, model: Loaded, run: RuntimeConfig, sizes: Sizes, sampler: Sampler = "greedy"
+    ) -> None:
+        self.model, self.run, self.sizes, self.sampler = model, run, sizes, sampler
         self.compiled: list[Cell] = []
+        self.prepared = 0.0  # seconds
         self.syncs = 0
         self._programs: dict[Any, Any] = {}
         self._lanes = jax.jit(lambda: sampling.init_lanes(run))()
@@ -183,20 +189,33 @@ class Runner:
         length[-1] = 0
         self._cache = self._cache.replace(table=jnp.asarray(table), length=jnp.asarray(length))
 
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Compile the programs of steps, some at a time."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(min(4, (os.cpu_count() or 2) // 2)) as pool:
+            for job in [pool.submit(self._routes), *[pool.submit(self._step, b) for b in buckets]]:
+                job.result()
+        self.prepared += time.perf_counter() - start
+
+    def _step(self, bucket: Bucket) -> Any:
+        fn = functools.partial(step.run_step, cfg=self.model.cfg, run=self.run, bucket=bucket)
+        args = (self.model.params, self._cache, self._lanes, np.zeros(bucket.words, np.int32))
+        name = f"{'prefill' if bucket.prefill else 'rows'} {bucket.rows}"
+        return self._program(name, bucket, fn, *args)
+
     def _program(self, name: str, key: Any, fn: Any, *args: Any) -> Any:
         if key not in self._programs:
             start = time.perf_counter()
-            self._programs[key] = jax.jit(fn, donate_argnums=1).lower(*args).compile()
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+            self._programs[key] = jax.jit(fn, donate_argnums=1).lower(*shapes).compile()
             self.compiled.append({"name": name, "seconds": time.perf_counter() - start})
         return self._programs[key]
 
     def dispatch(self, bucket: Bucket, rows: Sequence[LaneRows]) -> Any:
         """Start one step; its results stay on the device."""
         words = step.pack_plan(bucket, rows, self.run.num_slots)
-        fn = functools.partial(step.run_step, cfg=self.model.cfg, run=self.run, bucket=bucket)
-        args = (self.model.params, self._cache, self._lanes, words)
-        name = f"{'prefill' if bucket.prefill else 'rows'} {bucket.rows}"
-        self._cache, results = self._program(name, bucket, fn, *args)(*args)
+        program = self._step(bucket)
+        self._cache, results = program(self.model.params, self._cache, self._lanes, words)
         return results
 
     def read(self, results: Any) -> Any:
@@ -212,7 +231,16 @@ class Runner:
                      self.pages(s, context))  # type: ignore[arg-type]
             for s in range(rows)
         ]  # fmt: skip
-        return self.dispatch(Bucket(size, size, "greedy"), plan)
+        return self.dispatch(self.decoding(size), plan)
+
+    def decoding(self, rows: int) -> Bucket:
+        """The program of so many rows."""
+        return Bucket(rows, rows, self.sampler)
+
+    @staticmethod
+    def prefilling(rows: int, *, chunked: bool) -> Bucket:
+        """The program of a chunk."""
+        return Bucket(rows, 1, "greedy", prefill=True, chunk=chunked)
 
     def prefill(self, tokens: Any, start: int, context: int) -> Any:
         """Known tokens of lane 0 from `start` on, in the largest chunks; results of the last."""
@@ -221,7 +249,7 @@ class Runner:
         for i in range(0, len(tokens), self.run.prefill_buckets[-1]):
             part = tokens[i : i + self.run.prefill_buckets[-1]]
             size = next(t for t in self.run.prefill_buckets if t >= len(part))
-            bucket = Bucket(size, 1, "greedy", prefill=True, chunk=chunked)
+            bucket = self.prefilling(size, chunked=chunked)
             emit = "last" if i + len(part) == len(tokens) else "none"
             lane = LaneRows(0, start + i, part, pages, emit)  # type: ignore[arg-type]
             results = self.dispatch(bucket, [lane])
@@ -233,7 +261,20 @@ class Runner:
         A row's routes are its own, so one program for the largest batch serves all.
         """
         cfg, run = self.model.cfg, self.run
-        bucket = Bucket(run.row_buckets[-1], run.row_buckets[-1])
+        rows = [
+            LaneRows(s, context, first[s : s + 1], self.pages(s, context), "none")  # type: ignore[arg-type]
+            for s in range(run.num_slots)
+        ]
+        words = step.pack_plan(self._widest, rows, run.num_slots)
+        self._cache, seen = self._routes()(self.model.params, self._cache, words)
+        return {i: np.asarray(seen[f"L{i}.router_ids"]) for i in range(cfg.num_layers)}
+
+    @property
+    def _widest(self) -> Bucket:
+        return Bucket(self.run.row_buckets[-1], self.run.row_buckets[-1])
+
+    def _routes(self) -> Any:
+        cfg, run, bucket = self.model.cfg, self.run, self._widest
         names = frozenset(f"L{i}.router_ids" for i in range(cfg.num_layers))
 
         def fn(params: Any, cache: Any, words: Any) -> Any:
@@ -241,13 +282,8 @@ class Runner:
             cache, out = model_lib.forward(params, cache, plan, cfg=cfg, run=run, capture=names)
             return cache, out.captured
 
-        rows = [
-            LaneRows(s, context, first[s : s + 1], self.pages(s, context), "none")  # type: ignore[arg-type]
-            for s in range(run.num_slots)
-        ]
-        args = (self.model.params, self._cache, step.pack_plan(bucket, rows, run.num_slots))
-        self._cache, seen = self._program("routes", "routes", fn, *args)(*args)
-        return {i: np.asarray(seen[f"L{i}.router_ids"]) for i in range(cfg.num_layers)}
+        words = np.zeros(bucket.words, np.int32)
+        return self._program("routes", "routes", fn, self.model.params, self._cache, words)
 
 
 def _random_cache(cfg: ModelConfig, run: RuntimeConfig) -> cache_lib.Cache:
@@ -388,6 +424,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", help="numbers of rows, by commas")
     parser.add_argument("--contexts", help="contexts, by commas")
     parser.add_argument("--chunks", help="prefill chunks, by commas")
+    parser.add_argument("--sampler", default="greedy", choices=("greedy", "full"))
     parser.add_argument("--skip", default="", help="decode, prefill, or both by commas")
     parser.add_argument("--backend", default="auto", help="auto, reference, interpret or triton")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
@@ -427,8 +464,14 @@ def main(argv: list[str] | None = None) -> int:
         "experts_per_token": cfg.num_experts_per_tok, "load_s": time.perf_counter() - start,
     }  # fmt: skip
     print(f"{facts['bytes_resident_per_device'] / 1e9:.1f} GB of weights", file=sys.stderr)
-    runner = Runner(Loaded(cfg=cfg, params=tree, facts=facts), run, sizes)
+    runner = Runner(Loaded(cfg=cfg, params=tree, facts=facts), run, sizes, args.sampler)
     skipped = args.skip.split(",")
+    chunked = backend != "reference"
+    runner.prepare([
+        *([] if "decode" in skipped else map(runner.decoding, run.row_buckets)),
+        *([] if "prefill" in skipped else
+          [runner.prefilling(t, chunked=chunked) for t in run.prefill_buckets]),
+    ])  # fmt: skip
     cells = [] if "decode" in skipped else decode_cells(runner, measured["copy_GBps"])
     cells += [] if "prefill" in skipped else prefill_cells(runner)
     result = report.make(
@@ -436,7 +479,8 @@ def main(argv: list[str] | None = None) -> int:
         server={"backend": backend, "backends": notes, "profile": run.numerics,
                 "buckets": {"rows": run.row_buckets, "prefill": run.prefill_buckets},
                 "compile": {"programs": runner.compiled,
-                            "seconds": sum(c["seconds"] for c in runner.compiled)}},
+                            "seconds": sum(c["seconds"] for c in runner.compiled),
+                            "at_once_s": runner.prepared}, "sampler": args.sampler},
         requests_sha256=report.sha256(json.dumps(dataclasses.asdict(sizes))),
         devices=devices, limits=measured, notes=args.notes,
     )  # fmt: skip
