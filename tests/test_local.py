@@ -17,7 +17,7 @@ from ds4jax.commands import interrupts
 from ds4jax.config import RuntimeConfig, SamplingParams, StoppingCriteria
 from ds4jax.local import Loaded, LocalModel, MemoryPlan, Options
 from ds4jax.request import ServiceError
-from tests import tiny
+from tests import little_effort, tiny
 from tests.text_tools import toy_tokenizer
 
 TOY = toy_tokenizer()
@@ -26,13 +26,16 @@ PROMPT = PromptIds(ids=tuple(b"hello world"))
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[LocalModel]:
+    """Compiled with little effort: its bits are compared with each other alone."""
     cfg = tiny.config((4, 128), vocab_size=274)
     run = local.runtime_config(Options(max_ctx=384, num_slots=3), "cpu")
     plan = MemoryPlan(stored=1, weights=1, cache=1, form="decoded", free=None)
     loaded = Loaded(
         cfg=cfg, params=tiny.params(cfg, max_ctx=384), run=run, plan=plan, platform="cpu", seconds=0
     )
-    made = LocalModel.open(loaded, TOY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", little_effort.jit)
+        made = LocalModel.open(loaded, TOY)
     yield made
     made.close()
 

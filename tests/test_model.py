@@ -15,7 +15,7 @@ from ds4jax import functional, model
 from ds4jax import params as params_lib
 from ds4jax.config import RuntimeConfig
 from ds4jax.params import Params
-from tests import tiny
+from tests import little_effort, tiny
 
 RATIOS = (4, 128, 4, 128)
 
@@ -119,14 +119,10 @@ def test_rows_together_agree_with_rows_alone() -> None:
         made = functional._rows(*(jnp.asarray(x, jnp.int32) for x in arrays))
         return made.replace(num_rows=count, num_emit=count)
 
-    # Compiled with little effort: every program runs a few times only.
-    @jax.jit(
-        static_argnames=("batched", "chunk"),
-        compiler_options={"xla_backend_optimization_level": 0},
-    )  # type: ignore[misc]
-    def step(cache: Any, rows: model.Plan, batched: bool, chunk: bool) -> Any:
+    def forward(cache: Any, rows: model.Plan, batched: bool, chunk: bool) -> Any:
         return model.forward(params, cache, rows, cfg=cfg, run=run, batched=batched, chunk=chunk)
 
+    step = little_effort.jit(forward, static_argnames=("batched", "chunk"))
     steps = [
         ([(1, 0, 129), (0, 0, 171)], True),
         ([(0, 171, 100), (2, 0, 200)], True),
