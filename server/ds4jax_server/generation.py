@@ -162,8 +162,11 @@ class Run:
             if due <= now:
                 await self._on_time(now)
                 continue
+            # Not `wait_for`: its task of its own takes two more rounds of the loop to wake the
+            # call, and each round may wait for the engine thread to let the interpreter go.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), due - now)
+                async with asyncio.timeout(due - now):
+                    await self._wake.wait()
 
     async def _on_time(self, now: float) -> None:
         assert self.call is not None and self.request is not None
