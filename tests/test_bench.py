@@ -318,5 +318,18 @@ def test_throughput_rises_with_concurrency(tmp_path: Path) -> None:
     # own threads hold them while the next step runs.
     assert 0.0 < cells[6]["server_counters"]["host_cpu_ms_per_step"] < 1.0
     assert cells[6]["server_counters"]["host_ms_per_step"] < 2.0
-    assert cells[1]["grpc_overhead_ms"]["p95"] < 2.0
     assert report.read(out)["identity"]["pass"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_what_grpc_adds_to_the_first_token(tmp_path: Path) -> None:
+    """The same, over enough requests that a 95th percentile is not just the worst of them."""
+    out = str(tmp_path / "out.json")
+    arguments = ["--workload", "H-fixed", "--cells", "1", "--waves", "24", "--tokens", "16",
+                 "--idle", "0.1", "--json", out, "--server-args", "--device cpu",
+                 "--no-limits"]  # fmt: skip
+    assert serve.main(arguments) == 0
+    (cell,) = report.read(out)["cells"]
+    assert cell["valid"] and cell["requests"] == 24
+    assert cell["grpc_overhead_ms"]["p95"] < 2.0
