@@ -23,10 +23,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from ds4jax import cli, local
+from ds4jax import cli, evaluate, local
 from ds4jax.commands import common, logits, progress, running
 from ds4jax.model_file import open_model
 from ds4jax.tokenizer import Tokenizer
+from tests import little_effort
 from tests.conftest import DATA
 
 REPO = Path(__file__).parents[1]
@@ -607,6 +608,13 @@ def oracle() -> dict[str, Any]:
         return dict(data)
 
 
+@pytest.fixture
+def quick_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`logits` and `score` are compared with each other: what users get is `test_oracle`'s."""
+    monkeypatch.setattr(evaluate, "_step", little_effort.evaluator_step())
+
+
+@pytest.mark.usefixtures("quick_step")
 def test_logits_of_a_file(run: Any, write: Any, tmp_path: Path, oracle: dict[str, Any]) -> None:
     count = 140
     ids = write("ids.json", oracle["token_ids"][:count].tolist())
@@ -680,6 +688,7 @@ def test_logits_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
         assert data["logits"].tolist() == [[0, 0, 0], [0, 0, 0], [0, 7, 1]]
 
 
+@pytest.mark.usefixtures("quick_step")
 def test_score(run: Any, write: Any, tmp_path: Path) -> None:
     text = "import os\n\n\ndef main():\n    print(os.name)\n"
     data = run("score", "-f", write("t.py", text), "--json", "--logprobs", *SAFE).json

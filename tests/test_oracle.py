@@ -31,11 +31,6 @@ F32 = npt.NDArray[np.float32]
 ORACLE = DATA / "oracle"
 MODELS = ("w16", "w128")
 
-QUICK_STEP = little_effort.jit(
-    evaluate._step.__wrapped__, static_argnames=("cfg", "run", "bucket"), donate_argnums=1
-)
-"""For forms of the model whose bits nothing else is compared with."""
-
 SPLITS = {
     "7, then one at a time": {"stepwise": 7},
     "one at a time": {"stepwise": 0},
@@ -58,11 +53,15 @@ def run_config(numerics: Numerics = "plain") -> RuntimeConfig:
 
 @functools.cache
 def evaluator(
-    name: str, file: str = "", form: CpuWeights = "decoded", numerics: Numerics = "plain"
+    name: str,
+    file: str = "",
+    form: CpuWeights = "decoded",
+    numerics: Numerics = "plain",
+    scan: bool = False,
 ) -> Evaluator:
-    """A checkpoint (or a file beside it), loaded."""
+    """A checkpoint (or a file beside it), loaded; `scan`: with layers that repeat stacked."""
     run = run_config(numerics)
-    cfg, params = weights.load(ORACLE / name / file, run, cpu_weights=form)
+    cfg, params = weights.load(ORACLE / name / file, run, cpu_weights=form, scan=scan)
     if file:  # the files say another length; nothing else may differ, or programs are not shared
         own = evaluator(name).cfg
         cfg = dataclasses.replace(cfg, max_position_embeddings=own.max_position_embeddings)
@@ -142,11 +141,11 @@ def test_losses_are_those_of_the_logits() -> None:
 def test_numerics_profiles(
     monkeypatch: pytest.MonkeyPatch, name: str, numerics: Numerics, before: int
 ) -> None:
-    monkeypatch.setattr(evaluate, "_step", QUICK_STEP)
+    monkeypatch.setattr(evaluate, "_step", little_effort.evaluator_step())
     key = {"kv-fp8": "logits_kv_fp8", "official": "logits_official_sim"}[numerics]
     expected = reference(name)[key]
     ids = reference(name)["token_ids"][: len(expected)]
-    got = logits(evaluator(name, numerics=numerics), ids)
+    got = logits(evaluator(name, numerics=numerics, scan=True), ids)
     error = np.abs(got - expected).max(-1)
     assert error[:before].max() < 1e-3
     assert np.median(error) < 2e-4
@@ -166,10 +165,10 @@ def exact(name: str, file: str) -> F32:
         return np.asarray(data["logits_exact"])
 
 
-def check_file(name: str, file: str, form: CpuWeights, count: int) -> None:
+def check_file(name: str, file: str, form: CpuWeights, count: int, scan: bool = False) -> None:
     expected = exact(name, file)[:count]
     ids = reference(name)["token_ids"][: len(expected)]
-    check(logits(evaluator(name, file, form), ids), expected)
+    check(logits(evaluator(name, file, form, scan=scan), ids), expected)
 
 
 def test_all_files_are_found() -> None:
@@ -183,8 +182,8 @@ def test_decoded_weights_of_a_file(name: str, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["model.MXFP4_MOE.gguf", "model.Q4_0_ROCMFP4.gguf"])
 def test_packed_weights(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
-    monkeypatch.setattr(evaluate, "_step", QUICK_STEP)
-    check_file("w16", file, "packed", 140)
+    monkeypatch.setattr(evaluate, "_step", little_effort.evaluator_step())
+    check_file("w16", file, "packed", 140, scan=True)
 
 
 @pytest.mark.slow
