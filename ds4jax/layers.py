@@ -102,15 +102,37 @@ def _hyper_read(ctx: Context, x: Array, w: Weights, name: str) -> tuple[Array, A
 
 
 @struct.dataclass
-class _Projected:
-    """What a layer computes of a row from its input alone."""
+class Projected:
+    """What a layer computes of a row from its input alone, for attention."""
 
+    post: Array  # maps that will write the output of attention back
+    comb: Array
     q: Array  # [T, H, D] after norm and rope
     kv: Array  # [T, D]
     state: Array | None  # float32 [T, 2, C]: compressor value and gate
     istate: Array | None  # the same for the indexer
     iq: Array | None  # [T, I, J] index queries
     iw: Array | None  # float32 [T, I] index head weights
+
+
+def no_projection(ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array) -> Projected:
+    """Rows of which nothing is known yet."""
+    cfg, (t, n, _) = ctx.cfg, streams_TND.shape
+
+    def state(key: str) -> Array:
+        return jnp.zeros((t, 2, w[key].shape[-2]), F32)
+
+    iheads, isize = cfg.index_num_heads, cfg.index_head_dim
+    indexed = info.ratio == 4
+    return Projected(
+        post=jnp.zeros((t, n), F32), comb=jnp.zeros((t, n, n), F32),
+        q=jnp.zeros((t, cfg.num_heads, cfg.head_dim), ctx.dtype),
+        kv=jnp.zeros((t, cfg.head_dim), ctx.dtype),
+        state=state("attn.compressor.wkv") if info.ratio else None,
+        istate=state("attn.indexer.compressor.wkv") if indexed else None,
+        iq=jnp.zeros((t, iheads, isize), ctx.dtype) if indexed else None,
+        iw=jnp.zeros((t, iheads), F32) if indexed else None,
+    )  # fmt: skip
 
 
 def _angles(info: LayerInfo, rows: Rows) -> Array:
@@ -125,7 +147,18 @@ def _compressor_state(ctx: Context, x: Array, w: Weights, prefix: str, rows: Row
     return jnp.stack([u, g], axis=1)
 
 
-def _project(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows) -> _Projected:
+def project(
+    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, rows: Rows
+) -> tuple[Projected, dict[str, Array]]:
+    """First part of a layer: attention's input read from the streams, and its projections.
+
+    Returns: projections, captured activations.
+    """
+    cap = Captured(ctx.capture, f"L{info.layer}.")
+    x, post, comb = _hyper_read(ctx, streams_TND, w, "attn")
+    for name, value in (("pre", x), ("post", post), ("comb", comb)):
+        cap.add(f"attn_hc_{name}", value)
+    x = norm.rms_norm(x, w["attn_norm"], eps=ctx.cfg.rms_norm_eps)
     cfg, cs = ctx.cfg, _angles(info, rows)
     t = x.shape[0]
     qr = norm.rms_norm(_linear(ctx, x, w["attn.wq_a"]), w["attn.q_norm"], eps=cfg.rms_norm_eps)
@@ -148,7 +181,9 @@ def _project(ctx: Context, info: LayerInfo, w: Weights, x: Array, rows: Rows) ->
             iq = rounding.fp4_round_trip(rounding.hadamard(iq)).astype(ctx.dtype)
         scale = cfg.index_head_dim**-0.5 * cfg.index_num_heads**-0.5
         iw = _linear(ctx, x.astype(F32), w["attn.indexer.weights_proj"], F32) * F32(scale)
-    return _Projected(q, kv, state, istate, iq, iw)
+    cap.add("q", q)
+    cap.add("kv", kv)
+    return Projected(post, comb, q, kv, state, istate, iq, iw), dict(cap)
 
 
 def store_rows(ring_: Array, index: int | Array, rows: Rows, values: Array, ctx: Context) -> Array:
@@ -206,7 +241,7 @@ def _emit(
 
 
 def _attend_cached(
-    ctx: Context, info: LayerInfo, w: Weights, p: _Projected, cache: Cache, rows: Rows,
+    ctx: Context, info: LayerInfo, w: Weights, p: Projected, cache: Cache, rows: Rows,
     cap: Captured,
 ) -> tuple[Array, Cache]:  # fmt: skip
     """Attention output [T, H, D], still rotated, and the cache with this layer's rows."""
@@ -270,7 +305,7 @@ def _group_rows(
 
 
 def _attend_sequences(
-    ctx: Context, info: LayerInfo, w: Weights, p: _Projected, rows: Rows, cap: Captured
+    ctx: Context, info: LayerInfo, w: Weights, p: Projected, rows: Rows, cap: Captured
 ) -> Array:
     """As `_attend_cached` for whole sequences."""
     cfg, ratio, length = ctx.cfg, info.ratio, ctx.sequence_len
@@ -299,14 +334,16 @@ def _attend_sequences(
     return o.reshape(p.q.shape)
 
 
-def _attention(
-    ctx: Context, info: LayerInfo, w: Weights, x: Array, cache: Cache | None, rows: Rows,
-    cap: Captured,
-) -> tuple[Array, Cache | None]:  # fmt: skip
+def attend(
+    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, p: Projected,
+    cache: Cache | None, rows: Rows,
+) -> tuple[Array, Cache | None, dict[str, Array]]:  # fmt: skip
+    """Second part of a layer: attention, and its output written to the streams.
+
+    Returns: streams, cache with this layer's rows, captured activations.
+    """
     cfg = ctx.cfg
-    p = _project(ctx, info, w, x, rows)
-    cap.add("q", p.q)
-    cap.add("kv", p.kv)
+    cap = Captured(ctx.capture, f"L{info.layer}.")
     if cache is None:
         o = _attend_sequences(ctx, info, w, p, rows, cap)
     else:
@@ -319,7 +356,7 @@ def _attention(
     )  # fmt: skip
     y = _linear(ctx, z.reshape(z.shape[0], -1), w["attn.wo_b"])
     cap.add("attn_out", y)
-    return y, cache
+    return hyper.write(streams_TND, y, p.post, p.comb), cache, dict(cap)
 
 
 def _limit(limits: tuple[float, ...], layer: int | Array) -> Any:
@@ -362,11 +399,15 @@ def no_routes(ctx: Context, streams_TND: Array) -> Routed:
     )  # fmt: skip
 
 
-def _routed(
-    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, rows: Rows, cap: Captured
-) -> Routed:
-    """Read the experts' input from the streams and choose the experts of every row."""
+def route(
+    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, rows: Rows
+) -> tuple[Routed, dict[str, Array]]:
+    """Third part of a layer: the experts' input, the choice of experts, and the shared expert.
+
+    Returns: the rows between the parts, captured activations.
+    """
     cfg = ctx.cfg
+    cap = Captured(ctx.capture, f"L{info.layer}.")
     x, post, comb = _hyper_read(ctx, streams_TND, w, "ffn")
     for name, value in (("pre", x), ("post", post), ("comb", comb)):
         cap.add(f"ffn_hc_{name}", value)
@@ -385,7 +426,7 @@ def _routed(
     cap.add("router_weights", weights)
     shared = shared_expert(ctx, h, w, _limit(cfg.shared_swiglu_limits, info.layer))
     ids = jnp.where(rows.live[:, None], ids, -1)
-    return Routed(streams_TND, h, ids, weights, shared, post, comb)
+    return Routed(streams_TND, h, ids, weights, shared, post, comb), dict(cap)
 
 
 def routed_experts(ctx: Context, info: LayerInfo, w: Weights, r: Routed) -> Array:
@@ -399,26 +440,8 @@ def routed_experts(ctx: Context, info: LayerInfo, w: Weights, r: Routed) -> Arra
     )
 
 
-def first_half(
-    ctx: Context, info: LayerInfo, w: Weights, streams_TND: Array, cache: Cache | None, rows: Rows
-) -> tuple[Routed, Cache | None, dict[str, Array]]:
-    """A layer up to its routed experts; arguments as of `layer`."""
-    cap = Captured(ctx.capture, f"L{info.layer}.")
-    with jax.named_scope("attention"):
-        x, post, comb = _hyper_read(ctx, streams_TND, w, "attn")
-        for name, value in (("pre", x), ("post", post), ("comb", comb)):
-            cap.add(f"attn_hc_{name}", value)
-        h = norm.rms_norm(x, w["attn_norm"], eps=ctx.cfg.rms_norm_eps)
-        y, cache = _attention(ctx, info, w, h, cache, rows, cap)
-        streams_TND = hyper.write(streams_TND, y, post, comb)
-    with jax.named_scope("experts"):
-        return _routed(ctx, info, w, streams_TND, rows, cap), cache, dict(cap)
-
-
-def second_half(
-    ctx: Context, info: LayerInfo, r: Routed, y_TD: Array
-) -> tuple[Array, dict[str, Array]]:
-    """The streams with the output of all experts, y_TD being that of the routed ones."""
+def finish(ctx: Context, info: LayerInfo, r: Routed, y_TD: Array) -> tuple[Array, dict[str, Array]]:
+    """Last part: the streams with the output of all experts, y_TD being that of the routed ones."""
     cap = Captured(ctx.capture, f"L{info.layer}.")
     y = (y_TD + r.shared).astype(ctx.dtype)
     cap.add("ffn_out", y)
@@ -440,8 +463,10 @@ def layer(
     Returns: streams, cache, captured activations [T, ...] by name.
     Source: architecture of DeepSeek-V4, whole model.
     """
-    r, cache, captured = first_half(ctx, info, w, streams_TND, cache, rows)
+    with jax.named_scope("attention"):
+        p, projected = project(ctx, info, w, streams_TND, rows)
+        streams_TND, cache, attended = attend(ctx, info, w, streams_TND, p, cache, rows)
     with jax.named_scope("experts"):
-        y = routed_experts(ctx, info, w, r)
-        streams_TND, more = second_half(ctx, info, r, y)
-    return streams_TND, cache, captured | more
+        r, routed = route(ctx, info, w, streams_TND, rows)
+        streams_TND, done = finish(ctx, info, r, routed_experts(ctx, info, w, r))
+    return streams_TND, cache, projected | attended | routed | done

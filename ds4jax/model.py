@@ -109,42 +109,49 @@ def _put(tree: Any, t: Array, row: Any) -> Any:
 def _rows_alone(
     ctx: Context, info: LayerInfo, w: Weights, x: Array, cache: Cache, rows: Rows, num_rows: Array
 ) -> tuple[Array, Cache, dict[str, Array]]:
-    """A layer for one row at a time, live rows only, in three passes over the rows.
+    """A layer for one row at a time, live rows only, in passes over the rows.
 
-    The routed experts have a pass of their own, which takes the rows expert by expert. So a pass
-    reads weights that mostly stay in the processor's cache from one row to the next.
+    The rows go through one part of the layer after the other, and through the routed experts expert
+    by expert: so few weights are met between two rows that they stay in the processor's cache.
     """
-    t0, count = jnp.int32(0), x.shape[0]
+    count = x.shape[0]
 
-    def first(x: Array, cache: Cache, rows: Rows) -> tuple[layers.Routed, Any, dict[str, Array]]:
-        return layers.first_half(ctx, info, w, x, cache, rows)
+    def run(part: Callable[[Any, Any, Rows], Any], given: Any, empty: Any, state: Any) -> Any:
+        """(row of `given`, state, row) -> (row, state, captured), for every live row."""
 
-    def begin(t: Array, carry: Any) -> Any:
-        r, cache, caps = carry
-        row, cache, got = first(_one(r.streams, t), cache, _one(rows, t))
-        return _put(r, t, row), cache, _put(caps, t, got)
+        def one(t: Array, carry: Any) -> Any:
+            out, state, caps = carry
+            row, state, got = part(_one(given, t), state, _one(rows, t))
+            return _put(out, t, row), state, _put(caps, t, got)
 
-    def end(t: Array, carry: Any) -> Any:
-        x, caps = carry
-        row, got = layers.second_half(ctx, info, _one(r, t), _one(y, t))
-        return _put(x, t, row), _put(caps, t, got)
+        shapes = {}
+        if ctx.capture:  # tracing a layer takes a fifth of a second: not twice for nothing
+            first = (_one(given, jnp.int32(0)), state, _one(rows, jnp.int32(0)))
+            shapes = jax.eval_shape(lambda: part(*first)[2])
+        caps = {k: jnp.zeros((count, *s.shape[1:]), s.dtype) for k, s in shapes.items()}
+        return lax.fori_loop(jnp.int32(0), num_rows, one, (empty, state, caps))
 
-    def buffers(shapes: dict[str, Any]) -> dict[str, Array]:
-        return {k: jnp.zeros((count, *s.shape[1:]), s.dtype) for k, s in shapes.items()}
+    def project(x: Array, _: None, row: Rows) -> Any:
+        p, got = layers.project(ctx, info, w, x, row)
+        return p, None, got
 
-    one = layers.no_routes(ctx, x)
-    shapes: tuple[Any, Any] = ({}, {})
-    if ctx.capture:  # tracing a layer takes a fifth of a second: not twice for nothing
-        shapes = jax.eval_shape(
-            lambda: (
-                first(_one(x, t0), cache, _one(rows, t0))[2],
-                layers.second_half(ctx, info, _one(one, t0), _one(one.shared, t0))[1],
-            )
-        )
-    r, cache, captured = lax.fori_loop(t0, num_rows, begin, (one, cache, buffers(shapes[0])))
-    y = layers.routed_experts(ctx, info, w, r)
-    x, more = lax.fori_loop(t0, num_rows, end, (r.streams, buffers(shapes[1])))
-    return x, cache, captured | more
+    def attend(given: Any, cache: Cache, row: Rows) -> Any:
+        streams, projected = given
+        return layers.attend(ctx, info, w, streams, projected, cache, row)
+
+    def route(x: Array, _: None, row: Rows) -> Any:
+        r, got = layers.route(ctx, info, w, x, row)
+        return r, None, got
+
+    def finish(given: Any, _: None, row: Rows) -> Any:
+        x, got = layers.finish(ctx, info, *given)
+        return x, None, got
+
+    p, _, projected = run(project, x, layers.no_projection(ctx, info, w, x), None)
+    x, cache, attended = run(attend, (x, p), x, cache)
+    r, _, routed = run(route, x, layers.no_routes(ctx, x), None)
+    x, _, done = run(finish, (r, layers.routed_experts(ctx, info, w, r)), r.streams, None)
+    return x, cache, projected | attended | routed | done
 
 
 def _embed(ctx: Context, params: Params, token: Array) -> Array:
