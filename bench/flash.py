@@ -16,12 +16,10 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -32,7 +30,7 @@ import numpy.typing as npt
 from bench import kernel_timing, limits, models, report
 from bench.models import FLASH, Loaded
 from ds4jax import cache as cache_lib
-from ds4jax import fused, sampling, step, synthetic, tensors, weights
+from ds4jax import engine, fused, sampling, step, synthetic, tensors, weights
 from ds4jax import model as model_lib
 from ds4jax.config import PAGE_TOKENS, ModelConfig, RuntimeConfig, Sampler
 from ds4jax.step import Bucket, LaneRows
@@ -192,10 +190,16 @@ class Runner:
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Compile the programs of steps, some at a time."""
         start = time.perf_counter()
-        with ThreadPoolExecutor(min(4, (os.cpu_count() or 2) // 2)) as pool:
-            for job in [pool.submit(self._routes), *[pool.submit(self._step, b) for b in buckets]]:
-                job.result()
-        self.prepared += time.perf_counter() - start
+        jobs = [
+            ("routes", self._routes),
+            *[("", functools.partial(self._step, b)) for b in buckets],
+        ]
+
+        def run(job: Callable[[], Any]) -> float:
+            job()
+            return time.perf_counter() - start
+
+        *_, (_, self.prepared) = engine.at_once(jobs, run, engine.compilers(self.run.backend))
 
     def _step(self, bucket: Bucket) -> Any:
         fn = functools.partial(step.run_step, cfg=self.model.cfg, run=self.run, bucket=bucket)
@@ -237,19 +241,18 @@ class Runner:
         """The program of so many rows."""
         return Bucket(rows, rows, self.sampler)
 
-    @staticmethod
-    def prefilling(rows: int, *, chunked: bool) -> Bucket:
+    def prefilling(self, rows: int) -> Bucket:
         """The program of a chunk."""
-        return Bucket(rows, 1, "greedy", prefill=True, chunk=chunked)
+        return Bucket(rows, 1, "greedy", prefill=True, chunk=self.run.backend != "reference")
 
     def prefill(self, tokens: Any, start: int, context: int) -> Any:
         """Known tokens of lane 0 from `start` on, in the largest chunks; results of the last."""
-        chunked, results = self.run.backend != "reference", None
+        results = None
         pages = self.pages(0, context, prefill=True)
         for i in range(0, len(tokens), self.run.prefill_buckets[-1]):
             part = tokens[i : i + self.run.prefill_buckets[-1]]
             size = next(t for t in self.run.prefill_buckets if t >= len(part))
-            bucket = self.prefilling(size, chunked=chunked)
+            bucket = self.prefilling(size)
             emit = "last" if i + len(part) == len(tokens) else "none"
             lane = LaneRows(0, start + i, part, pages, emit)  # type: ignore[arg-type]
             results = self.dispatch(bucket, [lane])
@@ -466,11 +469,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{facts['bytes_resident_per_device'] / 1e9:.1f} GB of weights", file=sys.stderr)
     runner = Runner(Loaded(cfg=cfg, params=tree, facts=facts), run, sizes, args.sampler)
     skipped = args.skip.split(",")
-    chunked = backend != "reference"
     runner.prepare([
         *([] if "decode" in skipped else map(runner.decoding, run.row_buckets)),
-        *([] if "prefill" in skipped else
-          [runner.prefilling(t, chunked=chunked) for t in run.prefill_buckets]),
+        *([] if "prefill" in skipped else map(runner.prefilling, run.prefill_buckets)),
     ])  # fmt: skip
     cells = [] if "decode" in skipped else decode_cells(runner, measured["copy_GBps"])
     cells += [] if "prefill" in skipped else prefill_cells(runner)

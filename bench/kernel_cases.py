@@ -176,10 +176,10 @@ def _router(cfg: ModelConfig, rows: int) -> Case:
     return Case("router", args, run, 4 * 8 * (e + 2 * f) + 2 * f)
 
 
-def sampling(cfg: ModelConfig, rows: int, *, asked: bool = True) -> list[Case]:
-    """The two of sampling; asked: three rows of four ask for something."""
+def sampling(cfg: ModelConfig, rows: int) -> list[Case]:
+    """The two of sampling; three rows of four ask for something."""
     v, every = cfg.vocab_size, jnp.arange(rows, dtype=jnp.int32)
-    some = every % 4 != 3 if asked else every < 0
+    some = every % 4 != 3
     args = {
         "z": 3 * _normal(0, rows, v), "wanted": some, "token": every * 17 % v,
         "top_k": jnp.where(some & (every % 4 != 0), 50, 0),

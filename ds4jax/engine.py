@@ -246,9 +246,8 @@ class DeviceExecutor:
             make()
             return time.perf_counter() - start
 
-        # A GPU's compiler uses one core, more or less; the CPU's own one uses all of them.
-        workers = 1 if self.run.backend == "reference" else min(4, (os.cpu_count() or 2) // 2)
-        for i, (name, seconds) in enumerate(_at_once(names, timed, workers)):
+        workers = compilers(self.run.backend)
+        for i, (name, seconds) in enumerate(at_once(names, timed, workers)):
             if progress is not None:
                 progress(name, i + 1, len(names), seconds)
         self._check_work_space()
@@ -631,7 +630,15 @@ def _label(key: Any) -> str:
     return str(key)
 
 
-def _at_once(
+def compilers(backend: str) -> int:
+    """How many programs to compile at a time.
+
+    A GPU's compiler uses one core, more or less; the CPU's own one uses all of them.
+    """
+    return 1 if backend == "reference" else max(1, min(4, (os.cpu_count() or 2) // 2))
+
+
+def at_once(
     jobs: Sequence[tuple[str, Callable[[], Any]]], run: Callable[[Callable[[], Any]], float],
     workers: int,
 ) -> Iterator[tuple[str, float]]:  # fmt: skip

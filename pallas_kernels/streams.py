@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import backend as backend_lib
 from pallas_kernels import hyper, norm
 from pallas_kernels.backend import Backend
-from pallas_kernels.ring import grid_index
+from pallas_kernels.ring import grid_index, scalar
 
 CHUNK = 128
 """Channels of every stream that are summed up together, at most; they decide the maps' bits."""
@@ -241,7 +241,7 @@ def launch_mix(
             f"streams: the kernel takes bfloat16 streams of a multiple of 32 channels, not"
             f" {p.streams_TC.dtype} of {dim}"
         )
-    operands = {"layer": jnp.asarray(layer, jnp.int32).reshape(1), "fn": fn_LOC.astype(jnp.float32)}
+    operands = {"layer": scalar(layer), "fn": fn_LOC.astype(jnp.float32)}
     operands |= {"streams": p.streams_TC, "post": p.post_TN, "comb": p.comb_TNN}
     operands |= {f"y{i}": a for i, a in enumerate(p.parts)}
     if p.ids_TP is not None:
@@ -361,7 +361,7 @@ def launch_read(
         num_warps=4,
         num_stages=1,
         interpret=interpret,
-    )(jnp.asarray(layer, jnp.int32).reshape(1), streams_TC, mixed, scale, base, weight_LD)
+    )(scalar(layer), streams_TC, mixed, scale, base, weight_LD)
     return out
 
 

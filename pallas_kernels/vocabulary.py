@@ -76,7 +76,6 @@ def logprobs(
     """
     backend = backend_lib.require("sampling", backend)
     t, size = z_TV.shape
-    visible = jnp.where(wanted_T, size, 0)
     if backend == "reference":
         largest = jnp.max(z_TV, axis=1)
         total = jnp.log(jnp.sum(jnp.exp(z_TV - largest[:, None]), axis=1))
@@ -86,7 +85,7 @@ def logprobs(
     else:
         interpret = backend == "interpret"
         largest, total = launch_sums(z_TV, wanted_T, interpret=interpret)
-        ids = _best(z_TV, visible, count, interpret=interpret)
+        ids = _best(z_TV, jnp.where(wanted_T, size, 0), count, interpret=interpret)
 
     def log_p(z: Array) -> Array:
         wide = (t, *(1,) * (z.ndim - 1))

@@ -386,7 +386,7 @@ def test_programs_that_compile_at_once_are_counted_apart() -> None:
         return 0.0
 
     jobs = [(str(i), functools.partial(make, i)) for i in range(5)]
-    assert sorted(name for name, _ in engine_lib._at_once(jobs, run, 3)) == list("01234")
+    assert sorted(name for name, _ in engine_lib.at_once(jobs, run, 3)) == list("01234")
     assert counter.count - before == sum(apart.values()) and min(apart.values()) >= 1
     assert counter.of_thread() == mine
 
@@ -397,4 +397,4 @@ def test_programs_that_compile_at_once_are_counted_apart() -> None:
     jobs = [("bad", fail), *[(str(i), functools.partial(made.append, i)) for i in range(3)]]
     for workers in (1, 2):
         with pytest.raises(MemoryError, match="the plan"):
-            list(engine_lib._at_once(jobs, run, workers))
+            list(engine_lib.at_once(jobs, run, workers))
